@@ -1,0 +1,66 @@
+// How arrays of integers cross from Python into the core and back.
+//
+// In: numpy int32 and int64 through the buffer protocol, torch CPU tensors through the DLPack
+// exchange API, anything else that is a sequence of ints at its price. int32 is borrowed, int64
+// is narrowed with a range check. Out: fresh numpy arrays.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "core/free_list.hpp"
+
+namespace pagoda::bind {
+
+namespace nb = nanobind;
+
+// A Python buffer, released when this goes.
+struct Buffer {
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() {
+    if (view.obj != nullptr) PyBuffer_Release(&view);
+  }
+  Py_buffer view{};
+};
+
+// A borrowed view of an argument, valid while this object and the argument live.
+class IdArray {
+ public:
+  IdArray(nb::handle array, const char* name);
+
+  Ids ids() const { return {data_, size_}; }
+
+ private:
+  bool from_tensor(nb::handle array, const char* name);
+  bool from_dlpack(nb::handle array, const char* name);
+  void from_buffer(nb::handle array, const char* name);
+  void from_sequence(nb::handle array, const char* name);
+  void narrow(const int64_t* data, const char* name);
+
+  const int32_t* data_ = nullptr;
+  int64_t size_ = 0;
+  std::vector<int32_t> owned_;
+  nb::object keep_;  // a numpy view made on the way, where the tensor's library has no fast path
+  Buffer buffer_;
+};
+
+// An integer argument within [low, high], or an ArgumentError that names it.
+int64_t to_int(nb::handle value, const char* name, int64_t low, int64_t high);
+
+// A fresh one-dimensional numpy array and where its data lies.
+template <typename T>
+struct NewArray {
+  nb::object array;
+  T* data;
+};
+NewArray<int32_t> new_int32(int64_t size);
+NewArray<int64_t> new_int64(int64_t size);
+
+// Looks numpy up once; call when the module loads.
+void init_arrays();
+
+}  // namespace pagoda::bind

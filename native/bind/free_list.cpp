@@ -1,0 +1,167 @@
+#include "core/free_list.hpp"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <limits>
+
+#include "bind/arrays.hpp"
+#include "bind/module.hpp"
+
+// Calls are serialised by the interpreter's lock: between the first change of a call and its end
+// no Python runs. Allocating a result may run some (the garbage collector), which may change the
+// list: a plan made before is made again then.
+
+namespace pagoda::bind {
+
+namespace {
+
+constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMaxFence = std::numeric_limits<int64_t>::max();
+constexpr int64_t kMinFence = std::numeric_limits<int64_t>::min() + 1;
+
+Fence to_fence(nb::handle fence) {
+  if (fence.is_none()) return std::nullopt;
+  return to_int(fence, "fence", kMinFence, kMaxFence);
+}
+
+void construct(FreeList* self, nb::handle num_ids, nb::handle first_id, nb::handle what) {
+  const int64_t first = to_int(first_id, "first_id", 0, kMaxId);
+  const int64_t n = to_int(num_ids, "num_ids", 0, kMaxId - first);
+  if (!nb::isinstance<nb::str>(what)) throw BadArgument("what: give a str");
+  new (self) FreeList(n, first, nb::cast<std::string>(what));
+}
+
+nb::object alloc(FreeList& self, nb::handle n) {
+  const int64_t count = to_int(n, "n", 0, kMaxId);
+  self.require(count);
+  auto out = new_int32(count);
+  self.alloc(count, out.data);
+  return out.array;
+}
+
+nb::object grow(FreeList& self, nb::handle old_lens, nb::handle new_lens, nb::handle last_slots, nb::handle page_size) {
+  const IdArray from(old_lens, "old_lens"), to(new_lens, "new_lens"), last(last_slots, "last_slots");
+  const PageMath pages(to_int(page_size, "page_size", 1, kMaxId));
+  for (;;) {
+    const int64_t tokens = self.plan_growth(from.ids(), to.ids(), last.ids(), pages).tokens;
+    const uint64_t version = self.version();
+    auto out = new_int32(tokens);
+    if (self.version() != version) continue;
+    self.fill_growth(from.ids(), to.ids(), last.ids(), pages, out.data);
+    return out.array;
+  }
+}
+
+int64_t id_of(nb::handle id) {
+  return to_int(id, "id", std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max());
+}
+
+std::string repr(const FreeList& self) {
+  return "FreeList(" + text(self.num_ids()) + " " + self.what() + " from " + text(self.first_id()) + ": " +
+         text(self.num_free()) + " free, " + text(self.num_held()) + " held, " + text(self.num_quarantined()) +
+         " quarantined)";
+}
+
+}  // namespace
+
+void bind_free_list(nb::module_& m) {
+  nb::class_<FreeList>(m, "FreeList", R"(Hands out the ids of one id space, lowest first, and takes them back.
+
+An id is free, held, or quarantined: freed under a fence that has not passed. Ids are
+``first_id ... first_id + num_ids - 1``; id 0 is padding unless ``first_id`` is 0. `what` names
+the ids in errors.
+
+Every call does all it says or raises and changes nothing. Arguments are host arrays: numpy int32
+or int64, torch tensors on the CPU, or lists. Costs do not depend on ``num_ids``; memory is about
+three bits an id. Several threads may call one list.
+
+Errors: ArgumentError for sizes that are negative or pass 2**31.)")
+      .def("__init__", &construct, nb::arg("num_ids"), nb::arg("first_id") = 1, nb::arg("what") = "ids",
+           nb::sig("def __init__(self, num_ids: int, first_id: int = 1, what: str = 'ids') -> None"))
+      .def_prop_ro("num_ids", &FreeList::num_ids, "How many ids there are. O(1).")
+      .def_prop_ro("first_id", &FreeList::first_id, "The lowest id. O(1).")
+      .def_prop_ro("num_free", &FreeList::num_free, "How many can be allocated now. O(1).")
+      .def_prop_ro("num_held", &FreeList::num_held, "How many are held. O(1).")
+      .def_prop_ro("num_quarantined", &FreeList::num_quarantined, "How many wait for a fence. O(1).")
+      .def(
+          "can_alloc", [](const FreeList& self, nb::handle n) { return to_int(n, "n", 0, kMaxId) <= self.num_free(); },
+          nb::arg("n"), nb::sig("def can_alloc(self, n: int) -> bool"), "Whether alloc(n) would succeed. O(1).")
+      .def("alloc", &alloc, nb::arg("n"), nb::sig("def alloc(self, n: int) -> npt.NDArray[np.int32]"),
+           R"(The n lowest free ids, ascending: [n] int32, host. The caller holds them.
+
+Cost O(n). Errors: CapacityError when fewer are free; ArgumentError.)")
+      .def(
+          "take", [](FreeList& self, nb::handle ids) { self.take(IdArray(ids, "ids").ids()); }, nb::arg("ids"),
+          nb::sig("def take(self, ids: IdsLike) -> None"),
+          R"(Takes exactly these ids, which must be free. The caller holds them.
+
+Cost O(n). Errors: AlreadyHeldError when one is held or quarantined, or stands twice;
+OutOfRangeError; ArgumentError.)")
+      .def(
+          "free",
+          [](FreeList& self, nb::handle ids, nb::handle fence) {
+            const Fence until = to_fence(fence);
+            self.free(IdArray(ids, "ids").ids(), until);
+          },
+          nb::arg("ids"), nb::arg("fence") = nb::none(),
+          nb::sig("def free(self, ids: IdsLike, fence: int | None = None) -> None"),
+          R"(Gives held ids back: at once, or, with a fence, when pass_fence reaches it.
+
+A fence that has passed already frees at once. Cost O(n). Errors: DoubleFreeError for an id that
+stands twice or is quarantined; NotHeldError for one that is free; OutOfRangeError; ArgumentError.)")
+      .def(
+          "free_slots",
+          [](FreeList& self, nb::handle slots, nb::handle page_size, nb::handle fence) {
+            const PageMath pages(to_int(page_size, "page_size", 1, kMaxId));
+            const Fence until = to_fence(fence);
+            self.free_slots(IdArray(slots, "slots").ids(), pages, until);
+          },
+          nb::arg("slots"), nb::arg("page_size"), nb::arg("fence") = nb::none(),
+          nb::sig("def free_slots(self, slots: IdsLike, page_size: int, fence: int | None = None) -> None"),
+          R"(Gives back the pages that slots lie in, where the ids of this list are pages.
+
+Any slot names its page; a page named again, in this call or before under the same fence, counts
+once. With page_size 1 this is free: a slot that stands twice raises. Cost O(n). Errors: as free.)")
+      .def(
+          "pass_fence",
+          [](FreeList& self, nb::handle fence) {
+            return self.pass_fence(to_int(fence, "fence", kMinFence, kMaxFence));
+          },
+          nb::arg("fence"), nb::sig("def pass_fence(self, fence: int) -> int"),
+          R"(Frees what waits for this fence or an earlier one and says how many ids that were.
+
+Cost: what it frees. Errors: ArgumentError.)")
+      .def(
+          "recall",
+          [](FreeList& self, nb::handle fence) { return self.recall(to_int(fence, "fence", kMinFence, kMaxFence)); },
+          nb::arg("fence"), nb::sig("def recall(self, fence: int) -> int"),
+          R"(Makes held again what waits for exactly this fence and says how many ids that were.
+
+Cost: what it recalls. Errors: ArgumentError.)")
+      .def("grow", &grow, nb::arg("old_lens"), nb::arg("new_lens"), nb::arg("last_slots"), nb::arg("page_size"),
+           nb::sig("def grow(self, old_lens: IdsLike, new_lens: IdsLike, last_slots: IdsLike, page_size: int) -> "
+                   "npt.NDArray[np.int32]"),
+           R"(Slots for requests that each grow from an old to a new length, in one call.
+
+Request i first fills the rest of the page of last_slots[i] (read only where old_lens[i] ends
+inside a page), then takes whole pages. Returns [sum(new_lens - old_lens)] int32, host, request
+after request; slot = page * page_size + offset. The caller holds the new pages. Cost O(requests +
+tokens). Errors: CapacityError; ArgumentError for lengths that differ in number or shrink, or a
+last slot that does not fit its length; NotHeldError, OutOfRangeError for its page.)")
+      .def(
+          "is_free", [](const FreeList& self, nb::handle id) { return self.is_free(id_of(id)); }, nb::arg("id"),
+          nb::sig("def is_free(self, id: int) -> bool"),
+          "Whether an id can be allocated. O(1). Errors: OutOfRangeError.")
+      .def(
+          "is_held", [](const FreeList& self, nb::handle id) { return self.is_held(id_of(id)); }, nb::arg("id"),
+          nb::sig("def is_held(self, id: int) -> bool"),
+          "Whether an id is held: neither free nor quarantined. O(1). Errors: OutOfRangeError.")
+      .def("reset", &FreeList::reset, "Makes every id free and forgets all fences. O(num_ids / 64).")
+      .def("check", &FreeList::check,
+           "Verifies invariants 1 to 4. O(num_ids / 64 + quarantined). Errors: InvariantError with the first one "
+           "broken.")
+      .def("__repr__", &repr);
+}
+
+}  // namespace pagoda::bind

@@ -1,0 +1,22 @@
+#include "bind/module.hpp"
+
+#include "bind/arrays.hpp"
+
+NB_MODULE(_native, m) {
+  using namespace pagoda::bind;
+  m.doc() = "Pagoda's native core. Public names are re-exported by the rooms of the house.";
+  init_arrays();
+  init_errors();
+  bind_free_list(m);
+  bind_page_table(m);
+  m.def(
+      "sum_ids",
+      [](nb::handle ids) {
+        const IdArray array(ids, "ids");
+        int64_t sum = 0;
+        for (int64_t i = 0; i < array.ids().size; ++i) sum += array.ids()[i];
+        return sum;
+      },
+      nb::arg("ids"), nb::sig("def sum_ids(ids: IdsLike, /) -> int"),
+      "Sum of an array argument: what crossing into the core costs and accepts, for tests and figures.");
+}

@@ -1,0 +1,14 @@
+// The parts of the extension module, each in a file of its own.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace pagoda::bind {
+
+namespace nb = nanobind;
+
+void init_errors();
+void bind_free_list(nb::module_& m);
+void bind_page_table(nb::module_& m);
+
+}  // namespace pagoda::bind

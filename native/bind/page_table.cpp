@@ -1,0 +1,94 @@
+#include "core/page_table.hpp"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "bind/arrays.hpp"
+#include "bind/module.hpp"
+
+namespace pagoda::bind {
+
+namespace {
+
+constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
+
+void construct(PageTable* self, nb::handle num_rows, nb::handle max_pages_per_row, nb::handle page_size) {
+  const int64_t rows = to_int(num_rows, "num_rows", 0, kMaxId - 1);
+  const int64_t pages = to_int(max_pages_per_row, "max_pages_per_row", 1, kMaxId);
+  const int64_t size = to_int(page_size, "page_size", 1, kMaxId);
+  new (self) PageTable(rows, pages, size);
+}
+
+int64_t row_of(nb::handle row) {
+  return to_int(row, "row", std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max());
+}
+
+// Allocating a result may run Python (the garbage collector) that changes the table: then what
+// was counted before is counted again. No Python runs between the last count and the change.
+NewArray<int32_t> copy_pages(const PageTable& self, int64_t row) {
+  for (;;) {
+    const int64_t n = self.num_pages(row);
+    const uint64_t version = self.version();
+    auto out = new_int32(n);
+    if (self.version() != version) continue;
+    std::copy_n(self.pages(row), n, out.data);
+    return out;
+  }
+}
+
+nb::object pages(const PageTable& self, nb::handle row) { return copy_pages(self, row_of(row)).array; }
+
+nb::object release(PageTable& self, nb::handle row) {
+  const int64_t r = row_of(row);
+  auto held = copy_pages(self, r);
+  self.release(r);
+  return held.array;
+}
+
+nb::tuple grow(PageTable& self, nb::handle free_list, nb::handle rows, nb::handle new_lens) {
+  if (!nb::isinstance<FreeList>(free_list)) throw BadArgument("free_list: give a FreeList of pages");
+  FreeList& free_pages = nb::cast<FreeList&>(free_list);
+  const IdArray who(rows, "rows"), to(new_lens, "new_lens");
+  for (;;) {
+    const FreeList::Need need = self.plan_growth(free_pages, who.ids(), to.ids());
+    const uint64_t table = self.version(), list = free_pages.version();
+    auto slots = new_int32(need.tokens);
+    auto index = new_int64(need.pages);
+    auto page_ids = new_int32(need.pages);
+    if (self.version() != table || free_pages.version() != list) continue;
+    self.fill_growth(free_pages, who.ids(), to.ids(), slots.data, index.data, page_ids.data);
+    return nb::make_tuple(slots.array, index.array, page_ids.array);
+  }
+}
+
+nb::object append(PageTable& self, nb::handle row, nb::handle page_ids, nb::handle num_tokens) {
+  const int64_t r = row_of(row);
+  const IdArray ids(page_ids, "page_ids");
+  const int64_t tokens = to_int(num_tokens, "num_tokens", 0, kMaxId);
+  auto index = new_int64(ids.ids().size);
+  self.append(r, ids.ids(), tokens, index.data);
+  return index.array;
+}
+
+}  // namespace
+
+void bind_page_table(nb::module_& m) {
+  nb::class_<PageTable>(m, "PageTable", "The native half of pagoda.tables.PageTable.")
+      .def("__init__", &construct, nb::arg("num_rows"), nb::arg("max_pages_per_row"), nb::arg("page_size"),
+           nb::sig("def __init__(self, num_rows: int, max_pages_per_row: int, page_size: int) -> None"))
+      .def_prop_ro("num_rows", &PageTable::num_rows)
+      .def_prop_ro("max_pages_per_row", &PageTable::max_pages_per_row)
+      .def_prop_ro("page_size", &PageTable::page_size)
+      .def("num_tokens", [](const PageTable& self, nb::handle row) { return self.num_tokens(row_of(row)); })
+      .def("num_pages", [](const PageTable& self, nb::handle row) { return self.num_pages(row_of(row)); })
+      .def("pages", &pages)
+      .def("grow", &grow)
+      .def("append", &append)
+      .def("release", &release)
+      .def("check", &PageTable::check);
+}
+
+}  // namespace pagoda::bind

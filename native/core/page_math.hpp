@@ -1,0 +1,27 @@
+// Slots, pages and offsets of one page size. A power of two shifts: a 64-bit division costs ten
+// times as much, and a step makes thousands.
+#pragma once
+
+#include <cstdint>
+
+namespace pagoda {
+
+class PageMath {
+ public:
+  explicit PageMath(int64_t page_size)
+      : size_(page_size), shift_((page_size & (page_size - 1)) == 0 ? __builtin_ctzll(page_size) : -1) {}
+
+  int64_t size() const { return size_; }
+  // The page of a slot, or the page number of a position. A negative slot is in no page: -1.
+  int64_t page(int64_t slot) const { return shift_ >= 0 ? slot >> shift_ : slot >= 0 ? slot / size_ : -1; }
+  int64_t first_slot(int64_t page) const { return page * size_; }
+  int64_t offset(int64_t slot) const { return slot - page(slot) * size_; }
+  // How many pages hold this many tokens.
+  int64_t pages_for(int64_t tokens) const { return page(tokens + size_ - 1); }
+
+ private:
+  int64_t size_;
+  int shift_;
+};
+
+}  // namespace pagoda
