@@ -51,6 +51,16 @@ class IdArray {
 // An integer argument within [low, high], or an ArgumentError that names it.
 int64_t to_int(nb::handle value, const char* name, int64_t low, int64_t high);
 
+// Runs a constructor's reading of its arguments: what is wrong with them is a ConfigError.
+template <typename Read>
+auto to_config(Read read) {
+  try {
+    return read();
+  } catch (const BadArgument& e) {
+    throw BadConfig(e.what());
+  }
+}
+
 // A fresh one-dimensional numpy array and where its data lies.
 template <typename T>
 struct NewArray {

@@ -41,6 +41,8 @@ void translate(const std::exception_ptr& thrown, void*) {
     raise("CapacityError", e.what, e.wanted, e.free, e.total);
   } catch (const BadId& e) {
     raise(type_of(e.fault), e.message, e.id, e.position);
+  } catch (const BadConfig& e) {
+    raise("ConfigError", e.what());
   } catch (const BadArgument& e) {
     raise("ArgumentError", e.what());
   } catch (const BrokenInvariant& e) {

@@ -26,10 +26,12 @@ Fence to_fence(nb::handle fence) {
 }
 
 void construct(FreeList* self, nb::handle num_ids, nb::handle first_id, nb::handle what) {
-  const int64_t first = to_int(first_id, "first_id", 0, kMaxId);
-  const int64_t n = to_int(num_ids, "num_ids", 0, kMaxId - first);
-  if (!nb::isinstance<nb::str>(what)) throw BadArgument("what: give a str");
-  new (self) FreeList(n, first, nb::cast<std::string>(what));
+  to_config([&] {
+    const int64_t first = to_int(first_id, "first_id", 0, kMaxId);
+    const int64_t n = to_int(num_ids, "num_ids", 0, kMaxId - first);
+    if (!nb::isinstance<nb::str>(what)) throw BadArgument("what: give a str");
+    new (self) FreeList(n, first, nb::cast<std::string>(what));
+  });
 }
 
 nb::object alloc(FreeList& self, nb::handle n) {
@@ -76,7 +78,7 @@ Every call does all it says or raises and changes nothing. Arguments are host ar
 or int64, torch tensors on the CPU, or lists. Costs do not depend on ``num_ids``; memory is about
 three bits an id. Several threads may call one list.
 
-Errors: ArgumentError for sizes that are negative or pass 2**31.)")
+Errors: ConfigError for sizes that are negative or pass 2**31.)")
       .def("__init__", &construct, nb::arg("num_ids"), nb::arg("first_id") = 1, nb::arg("what") = "ids",
            nb::sig("def __init__(self, num_ids: int, first_id: int = 1, what: str = 'ids') -> None"))
       .def_prop_ro("num_ids", &FreeList::num_ids, "How many ids there are. O(1).")

@@ -16,10 +16,12 @@ namespace {
 constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
 
 void construct(PageTable* self, nb::handle num_rows, nb::handle max_pages_per_row, nb::handle page_size) {
-  const int64_t rows = to_int(num_rows, "num_rows", 0, kMaxId - 1);
-  const int64_t pages = to_int(max_pages_per_row, "max_pages_per_row", 1, kMaxId);
-  const int64_t size = to_int(page_size, "page_size", 1, kMaxId);
-  new (self) PageTable(rows, pages, size);
+  to_config([&] {
+    const int64_t rows = to_int(num_rows, "num_rows", 0, kMaxId - 1);
+    const int64_t pages = to_int(max_pages_per_row, "max_pages_per_row", 1, kMaxId);
+    const int64_t size = to_int(page_size, "page_size", 1, kMaxId);
+    new (self) PageTable(rows, pages, size);
+  });
 }
 
 int64_t row_of(nb::handle row) {
@@ -64,13 +66,15 @@ nb::tuple grow(PageTable& self, nb::handle free_list, nb::handle rows, nb::handl
   }
 }
 
-nb::object append(PageTable& self, nb::handle row, nb::handle page_ids, nb::handle num_tokens) {
+nb::tuple append(PageTable& self, nb::handle row, nb::handle page_ids, nb::handle num_tokens) {
   const int64_t r = row_of(row);
   const IdArray ids(page_ids, "page_ids");
   const int64_t tokens = to_int(num_tokens, "num_tokens", 0, kMaxId);
   auto index = new_int64(ids.ids().size);
+  auto written = new_int32(ids.ids().size);
   self.append(r, ids.ids(), tokens, index.data);
-  return index.array;
+  std::copy_n(ids.ids().data, ids.ids().size, written.data);
+  return nb::make_tuple(index.array, written.array);
 }
 
 }  // namespace

@@ -30,6 +30,11 @@ struct BadArgument : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Sizes that nothing can be built with.
+struct BadConfig : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 // A bug in us. `number` is that of docs/invariants.md.
 struct BrokenInvariant {
   int number;

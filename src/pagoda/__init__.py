@@ -1,1 +1,31 @@
-"""Pagoda: the KV-cache memory of an LLM inference engine, as a library."""
+"""Pagoda: the KV-cache memory of an LLM inference engine, as a library.
+
+The rooms, each importing only those before it: `errors`, `ids` (which ids are free), `tables` (which
+pages a row uses), `kernels` (moving keys and values), `pools` (the tensors), `compat` (the names of
+public designs), `cli`. docs/layers.md has the map.
+"""
+
+from importlib.metadata import version as _version
+
+from pagoda import compat, errors
+from pagoda.compat import *  # noqa: F403
+from pagoda.errors import *  # noqa: F403
+from pagoda.ids import FreeList
+from pagoda.pools import DeviceTable, Staging, StatePart, StatePool, TokenPool
+from pagoda.tables import Growth, PageTable, TableWrites
+
+__version__ = _version("pagoda-kv")
+
+__all__ = [
+    "DeviceTable",
+    "FreeList",
+    "Growth",
+    "PageTable",
+    "Staging",
+    "StatePart",
+    "StatePool",
+    "TableWrites",
+    "TokenPool",
+    *compat.__all__,
+    *errors.__all__,
+]

@@ -4,7 +4,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-IdsLike: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64] | torch.Tensor | list[int] | tuple[int, ...] | range
+IdsLike: TypeAlias = (
+    npt.NDArray[np.int32] | npt.NDArray[np.int64] | torch.Tensor | list[int] | tuple[int, ...] | range
+)
 
 def sum_ids(ids: IdsLike, /) -> int: ...
 
@@ -49,6 +51,8 @@ class PageTable:
     def grow(
         self, free_list: FreeList, rows: IdsLike, new_lens: IdsLike
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int32]]: ...
-    def append(self, row: int, page_ids: IdsLike, num_tokens: int) -> npt.NDArray[np.int64]: ...
+    def append(
+        self, row: int, page_ids: IdsLike, num_tokens: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]: ...
     def release(self, row: int) -> npt.NDArray[np.int32]: ...
     def check(self) -> None: ...

@@ -108,4 +108,6 @@ class InvariantError(PagodaError, AssertionError):
         super().__init__(number, message)
 
     def __str__(self) -> str:
-        return f"invariant {self.number} is broken: {self.message} (this is a bug in Pagoda, please report it)"
+        return (
+            f"invariant {self.number} is broken: {self.message} (this is a bug in Pagoda, please report it)"
+        )

@@ -21,7 +21,7 @@ __all__ = ["Growth", "PageTable", "TableWrites"]
 class TableWrites(NamedTuple):
     """Entries that a call wrote: what the copy on a device has to follow."""
 
-    index: npt.NDArray[np.int64]  # [n] row * max_pages_per_row + column
+    entries: npt.NDArray[np.int64]  # [n] row * max_pages_per_row + column
     page_ids: npt.NDArray[np.int32]  # [n]
 
 
@@ -39,7 +39,7 @@ class PageTable:
     stays empty. The table owns no page: it says which pages a row uses, whoever holds them.
     Memory is 4 bytes an entry, committed when it is first written.
 
-    Errors: ArgumentError for sizes that are not positive or pass 2**31.
+    Errors: ConfigError for sizes that are not positive or pass 2**31; MemoryError.
     """
 
     def __init__(self, num_rows: int, max_pages_per_row: int, page_size: int) -> None:
@@ -71,8 +71,8 @@ class PageTable:
         columns run out; ArgumentError for rows that stand twice or would shrink, or a half-used
         page that two rows share; OutOfRangeError; NotHeldError for a last page nobody holds.
         """
-        slots, index, page_ids = self._native.grow(free_list, rows, new_lens)
-        return Growth(slots, TableWrites(index, page_ids))
+        slots, entries, page_ids = self._native.grow(free_list, rows, new_lens)
+        return Growth(slots, TableWrites(entries, page_ids))
 
     def append(self, row: int, page_ids: _native.IdsLike, num_tokens: int) -> TableWrites:
         """Add pages that hold tokens already (a cached prefix) to a row that ends at a page boundary.
@@ -81,8 +81,7 @@ class PageTable:
         columns run out; ArgumentError when the row ends inside a page or num_tokens do not fill
         the pages; OutOfRangeError.
         """
-        ids = np.array(page_ids, dtype=np.int32) if not isinstance(page_ids, np.ndarray) else page_ids
-        return TableWrites(self._native.append(row, ids, num_tokens), ids.astype(np.int32))
+        return TableWrites(*self._native.append(row, page_ids, num_tokens))
 
     def release(self, row: int) -> npt.NDArray[np.int32]:
         """Empty a row and return its page ids, [num_pages] int32: the caller frees those it holds.

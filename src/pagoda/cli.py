@@ -1,0 +1,3 @@
+"""``pagoda …``: the command line."""
+
+from __future__ import annotations

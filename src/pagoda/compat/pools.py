@@ -1,0 +1,492 @@
+"""The three-layer pools of a serving engine: rows to slots, slots, tensors; and the states of GDN layers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagoda.errors import ArgumentError, CapacityError, ConfigError, InvariantError
+from pagoda.ids import FreeList
+from pagoda.pools import DeviceTable, Staging, StatePart, StatePool, TokenPool
+from pagoda.pools.arguments import AnyIds, count, host_ids, number, refuse_capture, require_ids, require_range
+
+__all__ = [
+    "GDNPool",
+    "KVPool",
+    "ReqToTokenPool",
+    "TokenToKVPoolAllocator",
+    "make_full_attention_net_mem_pool",
+    "make_req_to_token_pool",
+]
+
+
+_CPU = torch.device("cpu")
+
+
+def _num_pages(size: int, page_size: int) -> int:
+    size, page_size = count(size, "size", low=0), count(page_size, "page_size")
+    if size % page_size:
+        raise ConfigError(f"size = {size} is not a multiple of page_size = {page_size}: give whole pages")
+    return size // page_size
+
+
+class KVPool:
+    """K and V buffers of `layer_num` layers for `size` slots; slots below page_size are padding.
+
+    Per layer one K buffer [size + page_size, k_head_num, k_head_dim] and one V buffer, whose heads and dim
+    default to K's. fp8 buffers store value / scale, one scale a layer. `pin_memory` pins CPU pools
+    where there is a CUDA device to pin for.
+
+    Errors: ConfigError, naming the argument.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        layer_num: int,
+        k_head_num: int,
+        k_head_dim: int,
+        device: torch.device | str = "cuda",
+        dtype: torch.dtype = torch.float16,
+        v_head_num: int | None = None,
+        v_head_dim: int | None = None,
+        pin_memory: bool = True,
+        page_size: int = 1,
+        k_scale: Sequence[float] | None = None,
+        v_scale: Sequence[float] | None = None,
+    ) -> None:
+        v_head_num = k_head_num if v_head_num is None else v_head_num
+        v_head_dim = k_head_dim if v_head_dim is None else v_head_dim
+        self._pool = TokenPool(
+            _num_pages(size, page_size),
+            page_size,
+            layer_num,
+            (k_head_num, k_head_dim),
+            (v_head_num, v_head_dim),
+            dtype,
+            device,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            pin_memory=pin_memory,
+        )
+        self.size, self.page_size, self.layer_num = size, page_size, layer_num
+        self.k_head_num, self.k_head_dim = k_head_num, k_head_dim
+        self.v_head_num, self.v_head_dim = v_head_num, v_head_dim
+        self.device, self.dtype, self.pin_memory = device, dtype, pin_memory
+        self.k_scale, self.v_scale = self._pool.k_scale, self._pool.v_scale
+        self.k_buffer, self.v_buffer = self._pool.k_buffer, self._pool.v_buffer
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """The K buffer of a layer, no copy. O(1). Errors: ArgumentError."""
+        return self.k_buffer[self._pool.require_layer(layer_id)]
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """The V buffer of a layer, no copy. O(1). Errors: ArgumentError."""
+        return self.v_buffer[self._pool.require_layer(layer_id)]
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both buffers of a layer, no copy. O(1). Errors: ArgumentError."""
+        return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
+
+    def set_kv_buffer(self, layer_id: int, indices: AnyIds, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write rows of k and v to slots of a layer. Cost and errors: `TokenPool.store`."""
+        self._pool.store(layer_id, indices, k, v)
+
+    def mem_bytes(self) -> int:
+        """Bytes of all buffers, padding included. O(1)."""
+        return self._pool.mem_bytes()
+
+    def check(self) -> None:
+        """Verify invariants 6 and 7. Errors: InvariantError."""
+        self._pool.check()
+
+
+class TokenToKVPoolAllocator:
+    """Hands out slots page_size … size + page_size − 1 of a token pool, whole pages at a time.
+
+    Lowest slots first, whatever `need_sort` says: the order costs nothing here. Several threads may
+    call it.
+
+    Errors: ConfigError when size is not a multiple of page_size, or for a device that is not there.
+    """
+
+    def __init__(
+        self, size: int, device: torch.device | str = "cuda", page_size: int = 1, need_sort: bool = True
+    ) -> None:
+        self._pages = FreeList(_num_pages(size, page_size), what="pages" if page_size > 1 else "slots")
+        if size + page_size > 2**31 - 1:
+            raise ConfigError(f"size = {size}: slots pass 2^31")
+        self._staging = Staging(device)
+        self.size, self.page_size, self.need_sort, self.device = size, page_size, need_sort, device
+        self._lock = threading.RLock()
+        self._group = 0  # number of the latest free group, and the fence of what it collects
+        self._group_is_open = False
+        self._group_unread: list[torch.Tensor] = []  # ids on a device, read when the group ends
+
+    def available_size(self) -> int:
+        """Tokens that can be allocated now, in whole pages. O(1)."""
+        return self._pages.num_free * self.page_size
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """need_size slots, [need_size] int32 on `device`, or None when they are not there.
+
+        Whole pages are taken; the caller holds them. Cost O(need_size) on the host and one copy that
+        nobody waits for. Errors: ArgumentError; CaptureError.
+        """
+        refuse_capture(self._staging.device, "alloc")
+        return self._send(self.alloc_host(need_size))
+
+    def alloc_host(self, need_size: int) -> npt.NDArray[np.int32] | None:
+        """As `alloc`, but [need_size] int32 on the host: no device is touched."""
+        return self._grow([0], [number(need_size, "need_size")], [0])
+
+    def alloc_extend(self, old_lens: AnyIds, new_lens: AnyIds, last_slots: AnyIds) -> torch.Tensor | None:
+        """Slots for requests that each grow from an old to a new length, or None when they are not there.
+
+        Request i first fills the page of last_slots[i], the slot of its last token (ignored where
+        old_lens[i] ends a page), then whole pages. [sum(new_lens − old_lens)] int32 on `device`, request
+        after request. One call a step, all or nothing. Cost O(requests + tokens); arguments in
+        device tensors cost a synchronisation. Errors: ArgumentError for lengths that shrink or differ
+        in number, or a last slot that does not fit; NotHeldError, OutOfRangeError; CaptureError.
+        """
+        refuse_capture(self._staging.device, "alloc_extend")
+        return self._send(self.alloc_extend_host(old_lens, new_lens, last_slots))
+
+    def alloc_extend_host(
+        self, old_lens: AnyIds, new_lens: AnyIds, last_slots: AnyIds
+    ) -> npt.NDArray[np.int32] | None:
+        """As `alloc_extend`, but int32 on the host: no device is touched."""
+        return self._grow(
+            host_ids(old_lens, "old_lens"), host_ids(new_lens, "new_lens"), host_ids(last_slots, "last_slots")
+        )
+
+    def _grow(self, old_lens: Any, new_lens: Any, last_slots: Any) -> npt.NDArray[np.int32] | None:
+        try:
+            return self._pages.grow(old_lens, new_lens, last_slots, self.page_size)
+        except CapacityError:
+            return None
+
+    def _send(self, slots: npt.NDArray[np.int32] | None) -> torch.Tensor | None:
+        if slots is None:
+            return None
+        try:
+            return self._staging.send(slots)[0]
+        except BaseException:  # no memory on the device, Ctrl-C: the pages that were taken go back
+            self._pages.free(slots[slots % self.page_size == 0] // self.page_size)
+            raise
+
+    def free(self, indices: AnyIds) -> None:
+        """Give slots back: with page_size > 1 the pages they name, each once.
+
+        Inside a free group they are collected; ids on a device are then read and checked when the
+        group ends. Cost O(n); a device tensor costs one synchronisation. Errors: DoubleFreeError,
+        NotHeldError, OutOfRangeError, ArgumentError; nothing is freed then.
+        """
+        with self._lock:
+            device = self._staging.device
+            if self._group_is_open and isinstance(indices, torch.Tensor) and indices.device == device != _CPU:
+                refuse_capture(device, "collecting ids from a device tensor")
+                # A copy: the caller may overwrite its tensor before the group ends.
+                self._group_unread.append(require_ids(indices, device, "indices").clone())
+            else:
+                self._free(host_ids(indices, "indices"))
+
+    def _free(self, slots: npt.NDArray[np.int64]) -> None:
+        self._pages.free_slots(slots, self.page_size, fence=self._group if self._group_is_open else None)
+
+    def free_group(self) -> _FreeGroup:
+        """A context manager: a group that begins when it is entered and ends when it is left."""
+        return _FreeGroup(self)
+
+    def free_group_begin(self) -> _FreeGroup:
+        """Collect what is freed from now on, until `free_group_end`. O(1).
+
+        A group that is open already goes on: one that an exception kept from ending loses nothing.
+        What comes back may be used as a context manager that ends the group.
+        """
+        with self._lock:
+            if not self._group_is_open:
+                self._group += 1
+                self._group_is_open = True
+        return _FreeGroup(self)
+
+    def free_group_end(self) -> None:
+        """Release what the group collected, in one go. Without a group nothing happens.
+
+        Cost: what it releases; ids in device tensors cost one synchronisation. Errors: as `free`, for
+        ids in device tensors: the group then frees nothing, and is over.
+        """
+        with self._lock:
+            if not self._group_is_open:
+                return
+            try:
+                if self._group_unread:
+                    self._free(host_ids(torch.cat(self._group_unread), "indices"))
+            except BaseException:
+                self._pages.recall(self._group)
+                raise
+            else:
+                self._pages.pass_fence(self._group)
+            finally:
+                self._group_unread.clear()
+                self._group_is_open = False
+
+    def merge_and_sort_free(self) -> None:
+        """Make everything freed so far allocatable, lowest first: it always is. O(1)."""
+
+    def clear(self) -> None:
+        """Make every slot free and forget an open group. O(size / 64)."""
+        with self._lock:
+            self._pages.reset()
+            self._group, self._group_is_open = 0, False
+            self._group_unread.clear()
+
+    def check(self) -> None:
+        """Verify invariants 1 to 4, 7 and 8. Errors: InvariantError."""
+        with self._lock:
+            self._pages.check()
+            self._staging.check()
+            if not self._group_is_open and (self._pages.num_quarantined or self._group_unread):
+                raise InvariantError(8, "slots are collected for a free group, and none is open")
+
+
+class _FreeGroup:
+    """A free group as a context manager: what it collected is released also when an exception leaves it."""
+
+    def __init__(self, allocator: TokenToKVPoolAllocator) -> None:
+        self._allocator = allocator
+
+    def __enter__(self) -> TokenToKVPoolAllocator:
+        self._allocator.free_group_begin()
+        return self._allocator
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._allocator.free_group_end()
+
+
+class ReqToTokenPool:
+    """Maps (row, position) to a slot: `req_to_token` is int32 [max_reqs + 1, max_context_len].
+
+    Rows are 1 … max_reqs, lowest first; row 0 is padding. A pure mapping: it knows no lengths, and any
+    position may be written again. Several threads may call it.
+
+    Errors: ConfigError for sizes that are not positive or a device that is not there.
+    """
+
+    def __init__(self, max_reqs: int, max_context_len: int, device: torch.device | str = "cuda") -> None:
+        self.size = count(max_reqs, "max_reqs", low=0)
+        self.max_context_len = count(max_context_len, "max_context_len")
+        self._staging = Staging(device)
+        self.device = device
+        self._table = DeviceTable(self.size, self.max_context_len, device, self._staging)
+        self.req_to_token = self._table.tensor
+        self._rows = FreeList(self.size, what="rows")
+
+    def available_size(self) -> int:
+        """Rows that can be allocated now. O(1)."""
+        return self._rows.num_free
+
+    def alloc(self, n: int = 1) -> list[int] | None:
+        """n rows, or None when they are not there; the caller holds them. O(n). Errors: ArgumentError."""
+        try:
+            rows: list[int] = self._rows.alloc(n).tolist()
+        except CapacityError:
+            return None
+        return rows
+
+    def free(self, slot: AnyIds) -> None:
+        """Give a row back, or several. O(n).
+
+        Errors: DoubleFreeError, NotHeldError, OutOfRangeError, ArgumentError; nothing is freed then.
+        """
+        self._rows.free(host_ids(slot, "slot"))
+
+    def write(self, index: tuple[Any, Any], values: Any) -> None:
+        """Write slots at (row, slice(a, b)), or at (rows, positions) for one entry each of many rows.
+
+        Values may lie on the host or on the device; neither costs a synchronisation. Cost: one launch,
+        and one staged copy for what lies on the host. Errors: ArgumentError for an index of another
+        form, values of another length or float values; OutOfRangeError for rows and positions on the
+        host; CaptureError for host values on CUDA.
+        """
+        if not isinstance(index, tuple) or len(index) != 2:
+            raise ArgumentError("index: give (row, slice(a, b)) or (rows, positions)")
+        row, where = index
+        if isinstance(where, slice):
+            self._write_run(row, where, values)
+        else:
+            self._write_entries(row, where, values)
+
+    def _write_run(self, row: Any, where: slice, values: Any) -> None:
+        at = host_ids(row, "row")
+        if at.size != 1:
+            raise ArgumentError("index: a slice goes with one row")
+        require_range(at, 0, self.size, "row", "rows")
+        begin, end, step = self._bounds(where)
+        if step != 1:
+            raise ArgumentError("index: give a slice without a step")
+        new = self._device_values(values)
+        if new.numel() != end - begin:
+            raise ArgumentError(
+                f"values: give {end - begin} slots for positions {begin} to {end}, not {new.numel()}"
+            )
+        self.req_to_token[int(at[0]), begin:end] = new
+
+    def _bounds(self, where: slice) -> tuple[int, int, int]:
+        bounds = [
+            0 if where.start is None else where.start,
+            self.max_context_len if where.stop is None else where.stop,
+        ]
+        begin, end = (number(bound, "position") for bound in bounds)
+        if end > self.max_context_len or begin > end:
+            raise ArgumentError(f"index: positions {begin} to {end} are not in 0 to {self.max_context_len}")
+        return begin, end, 1 if where.step is None else where.step
+
+    def _write_entries(self, rows: Any, positions: Any, values: Any) -> None:
+        if not (isinstance(rows, torch.Tensor) and rows.is_cuda) and not (
+            isinstance(positions, torch.Tensor) and positions.is_cuda
+        ):
+            at, to = np.broadcast_arrays(host_ids(rows, "rows"), host_ids(positions, "positions"))
+            require_range(at, 0, self.size, "rows", "rows")
+            require_range(to, 0, self.max_context_len - 1, "positions", "positions")
+        new = self._device_values(values)
+        index = (self._device_values(rows).long(), self._device_values(positions).long())
+        try:
+            self.req_to_token.index_put_(index, new)
+        except RuntimeError as mismatch:
+            raise ArgumentError(f"rows, positions and values do not fit together: {mismatch}") from mismatch
+
+    def _device_values(self, values: Any) -> torch.Tensor:
+        if isinstance(values, torch.Tensor) and values.device == self._staging.device:
+            if values.dtype not in (torch.int32, torch.int64):
+                raise ArgumentError(f"values: give int32 or int64, not {values.dtype}")
+            return values.detach().reshape(-1).to(torch.int32)
+        host = host_ids(values, "values")
+        require_range(host, -(2**31), 2**31 - 1, "values", "int32 values")
+        return self._staging.send(host.astype(np.int32))[0]
+
+    def clear(self) -> None:
+        """Make every row free; what was written stays. O(rows / 64)."""
+        self._rows.reset()
+
+    def check(self) -> None:
+        """Verify invariants 1 to 4, 6 and 7. Errors: InvariantError."""
+        self._rows.check()
+        self._table.check()
+
+
+class GDNPool:
+    """States of gated-delta-net layers, by the rows of `ReqToTokenPool`; track slots lie behind them.
+
+    `recurrent_state` is float32 [layers, rows, num_v_heads, head_v_dim, head_k_dim] (V before K),
+    `conv_state` is `dtype` [layers, rows, conv_dim, conv_kernel_size − 1]. Row 0 is padding, rows 1 …
+    max_reqs are requests', and from max_reqs + 1 on max_track_slots rows hold snapshots.
+
+    Errors: ConfigError, naming the argument.
+    """
+
+    def __init__(
+        self,
+        max_reqs: int,
+        num_gdn_layers: int,
+        num_v_heads: int,
+        head_k_dim: int,
+        head_v_dim: int,
+        conv_dim: int,
+        conv_kernel_size: int,
+        device: torch.device | str = "cuda",
+        dtype: torch.dtype = torch.bfloat16,
+        max_track_slots: int = 0,
+    ) -> None:
+        self.max_reqs = count(max_reqs, "max_reqs", low=0)
+        self.max_track_slots = count(max_track_slots, "max_track_slots", low=0)
+        self.num_gdn_layers = count(num_gdn_layers, "num_gdn_layers")
+        self.num_v_heads, self.head_v_dim = count(num_v_heads, "num_v_heads"), count(head_v_dim, "head_v_dim")
+        self.head_k_dim, self.conv_dim = count(head_k_dim, "head_k_dim"), count(conv_dim, "conv_dim")
+        self.conv_kernel_size = count(conv_kernel_size, "conv_kernel_size")
+        self.device, self.dtype = device, dtype
+        parts = {
+            "recurrent": StatePart((self.num_v_heads, self.head_v_dim, self.head_k_dim), torch.float32),
+            "conv": StatePart((self.conv_dim, self.conv_kernel_size - 1), dtype),
+        }
+        self._pool = StatePool(self.max_reqs + self.max_track_slots, self.num_gdn_layers, parts, device)
+        self.recurrent_state = self._pool.tensors["recurrent"]
+        self.conv_state = self._pool.tensors["conv"]
+        self._tracks = FreeList(self.max_track_slots, first_id=self.max_reqs + 1, what="track slots")
+
+    def get_layer_state(self, gdn_layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of a layer's recurrent and convolution states. O(1). Errors: ArgumentError."""
+        layer = self._pool.layer(gdn_layer_idx)
+        return layer["recurrent"], layer["conv"]
+
+    def reset_states(self, req_pool_indices: AnyIds) -> None:
+        """Zero rows in all layers. Cost and errors: `StatePool.reset`."""
+        self._pool.reset(req_pool_indices)
+
+    def copy_states(self, src_index: AnyIds, dst_index: AnyIds) -> None:
+        """Copy rows to other rows, working or track. Cost and errors: `StatePool.copy`."""
+        self._pool.copy(src_index, dst_index)
+
+    def alloc_track_slot(self) -> int | None:
+        """The lowest free track slot, or None; the caller holds it. O(1)."""
+        try:
+            return int(self._tracks.alloc(1)[0])
+        except CapacityError:
+            return None
+
+    def free_track_slot(self, slot: int) -> None:
+        """Give a track slot back. O(1). Errors: NotHeldError, OutOfRangeError, ArgumentError."""
+        self._tracks.free([slot])
+
+    def mem_bytes(self) -> int:
+        """Bytes of both states, padding and track slots included. O(1)."""
+        return self._pool.mem_bytes()
+
+    def check(self) -> None:
+        """Verify invariants 1 to 4, 6 and 7. Errors: InvariantError."""
+        self._tracks.check()
+        self._pool.check()
+
+
+def make_req_to_token_pool(
+    max_reqs: int, max_context_len: int, device: torch.device | str = "cuda"
+) -> ReqToTokenPool:
+    """A `ReqToTokenPool`; cost and errors are its own."""
+    return ReqToTokenPool(max_reqs, max_context_len, device)
+
+
+def make_full_attention_net_mem_pool(
+    size: int,
+    layer_num: int,
+    k_head_num: int,
+    k_head_dim: int,
+    v_head_num: int,
+    v_head_dim: int,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.float16,
+    page_size: int = 1,
+    need_sort: bool = True,
+    pin_memory: bool = True,
+) -> tuple[KVPool, TokenToKVPoolAllocator]:
+    """A `KVPool` and the allocator of its slots; cost and errors are theirs."""
+    pool = KVPool(
+        size,
+        layer_num,
+        k_head_num,
+        k_head_dim,
+        device=device,
+        dtype=dtype,
+        v_head_num=v_head_num,
+        v_head_dim=v_head_dim,
+        pin_memory=pin_memory,
+        page_size=page_size,
+    )
+    return pool, TokenToKVPoolAllocator(size, device=device, page_size=page_size, need_sort=need_sort)

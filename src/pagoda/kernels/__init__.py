@@ -1,0 +1,65 @@
+"""Moving keys, values and pages. In: tensors and ids; out: tensors.
+
+Each operation stands twice: a torch reference (`reference`), which says what is right and serves
+the CPU, and a Triton kernel (`fused`), which serves CUDA. This module picks one; nothing else does.
+Both agree bit for bit. Ids outside the pool are never written: a kernel cannot raise without
+reading back, so the pools check ids that they get on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from pagoda.errors import ConfigError
+from pagoda.kernels import reference
+
+__all__ = ["pack", "store", "unpack"]
+
+
+def _for(tensor: torch.Tensor) -> ModuleType:
+    if tensor.device.type != "cuda":
+        return reference
+    try:
+        from pagoda.kernels import fused
+    except ModuleNotFoundError as missing:  # plain indexing would be right, at a quarter of the speed
+        raise ConfigError("pools on CUDA need triton: pip install 'pagoda-kv[triton]'") from missing
+    return fused
+
+
+def store(
+    slots: torch.Tensor,  # [n] int32 or int64
+    keys: torch.Tensor,  # [..., ...] n rows of the width of k_pool's
+    values: torch.Tensor | None,
+    k_pool: torch.Tensor,  # [num_slots, heads, dim] contiguous
+    v_pool: torch.Tensor | None,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    """Write row i of keys and values to slot slots[i] of the pools, in one launch.
+
+    Values are cast to the pool's dtype; for fp8 they are divided by the scale first and saturate.
+    A slot outside the pool is not written. Of rows with one slot, any one may win.
+    """
+    _for(k_pool).store(slots, keys, values, k_pool, v_pool, k_scale, v_scale)
+
+
+def pack(
+    page_ids: torch.Tensor, buffers: Sequence[torch.Tensor], addresses: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Copy pages of all buffers into `out`, in one launch.
+
+    page_ids: [n] int32. buffers: each [num_pages, page_bytes_b] uint8. addresses: [buffers] int64,
+    where each begins, on their device. out: [n, sum of page_bytes_b] uint8: a page of every buffer
+    side by side.
+    """
+    _for(out).pack(page_ids, buffers, addresses, out)
+
+
+def unpack(
+    page_ids: torch.Tensor, buffers: Sequence[torch.Tensor], addresses: torch.Tensor, packed: torch.Tensor
+) -> None:
+    """Copy what `pack` gave back into pages of all buffers, in one launch. Arguments as for `pack`."""
+    _for(packed).unpack(page_ids, buffers, addresses, packed)

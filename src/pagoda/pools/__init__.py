@@ -1,0 +1,13 @@
+"""The tensors that hold keys, values and states. In: geometry, ids; out: tensors.
+
+`TokenPool` holds K and V by slot, `StatePool` per-row states, `DeviceTable` a copy of a host table,
+and `Staging` carries host arrays to a device without waiting for it. Tensors are made once and never
+move; nothing here reads one back. Invariants 6 and 7.
+"""
+
+from pagoda.pools.kv import TokenPool
+from pagoda.pools.staging import Staging
+from pagoda.pools.state import StatePart, StatePool
+from pagoda.pools.table import DeviceTable
+
+__all__ = ["DeviceTable", "Staging", "StatePart", "StatePool", "TokenPool"]

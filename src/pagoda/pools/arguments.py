@@ -1,0 +1,117 @@
+"""Arguments of pools: devices, counts, and ids that may lie on the host or on a device."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagoda.errors import ArgumentError, CaptureError, ConfigError, OutOfRangeError
+
+__all__ = [
+    "AnyIds",
+    "count",
+    "host_ids",
+    "number",
+    "refuse_capture",
+    "require_ids",
+    "require_range",
+    "resolve_device",
+]
+
+# Ids as callers have them: on the host, or in a device tensor.
+AnyIds: TypeAlias = torch.Tensor | npt.NDArray[Any] | Sequence[int] | int
+
+_INTS = (torch.int32, torch.int64)
+
+
+def resolve_device(device: torch.device | str) -> torch.device:
+    """The device with its index, or a ConfigError when this machine has none such."""
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as unknown:
+        raise ConfigError(f"device: {device!r} is no device that torch knows") from unknown
+    if resolved.type == "cpu":
+        return torch.device("cpu")
+    if resolved.type != "cuda":
+        raise ConfigError(f"device: pools live on 'cpu' or 'cuda', not on {resolved.type!r}")
+    if not torch.cuda.is_available():
+        raise ConfigError("device: there is no CUDA device on this machine: give device='cpu'")
+    index = torch.cuda.current_device() if resolved.index is None else resolved.index
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device: there is no cuda:{index}, only {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def _integer(value: Any, name: str, low: int, error: type[ConfigError] | type[ArgumentError]) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise error(f"{name}: give an integer, not {type(value).__name__}") from None
+    if number < low:
+        raise error(f"{name} = {number}: give {low} or more")
+    return number
+
+
+def count(value: Any, name: str, low: int = 1) -> int:
+    """A size of something to be built, at least `low`, or a ConfigError that names it."""
+    return _integer(value, name, low, ConfigError)
+
+
+def number(value: Any, name: str) -> int:
+    """An integer argument of a call, not negative, or an ArgumentError that names it."""
+    return _integer(value, name, 0, ArgumentError)
+
+
+def refuse_capture(device: torch.device, call: str) -> None:
+    """A CaptureError while the current stream of a CUDA device is being captured."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            f"{call} makes a device tensor, and the stream is being captured: call it before the capture"
+        )
+
+
+def host_ids(ids: AnyIds, name: str) -> npt.NDArray[np.int64]:
+    """Ids as one contiguous host array: [n] int64. A device tensor costs one synchronisation."""
+    if isinstance(ids, torch.Tensor):
+        if ids.is_cuda:
+            refuse_capture(ids.device, f"{name}, read from a device tensor,")
+        if ids.dtype not in _INTS:
+            raise ArgumentError(f"{name}: give int32 or int64, not {ids.dtype}")
+        array = ids.detach().cpu().numpy()
+    else:
+        try:
+            array = np.asarray(ids)
+        except ValueError as ragged:
+            raise ArgumentError(f"{name}: give a flat sequence of ids") from ragged
+        if array.size == 0:
+            array = array.astype(np.int64)
+        if array.dtype.kind not in "iu":
+            raise ArgumentError(f"{name}: give integer ids, not {array.dtype}")
+        if array.dtype == np.uint64 and array.size and int(array.max()) > np.iinfo(np.int64).max:
+            raise ArgumentError(f"{name}: an id does not fit in int64")
+    return np.ascontiguousarray(array, dtype=np.int64).reshape(-1)
+
+
+def require_range(ids: npt.NDArray[np.int64], low: int, high: int, name: str, what: str) -> None:
+    """An OutOfRangeError for the first id outside [low, high]."""
+    if ids.size == 0 or (int(ids.min()) >= low and int(ids.max()) <= high):
+        return
+    position = int(np.flatnonzero((ids < low) | (ids > high))[0])
+    bad = int(ids[position])
+    raise OutOfRangeError(
+        f"{name}[{position}] = {bad} is out of range: {what} are {low} to {high}", bad, position
+    )
+
+
+def require_ids(ids: torch.Tensor, device: torch.device, name: str) -> torch.Tensor:
+    """A device tensor of ids, flat: [n] int32 or int64."""
+    if ids.dtype not in _INTS:
+        raise ArgumentError(f"{name}: give int32 or int64, not {ids.dtype}")
+    if ids.device != device:
+        raise ArgumentError(f"{name} is on {ids.device} and the pool on {device}")
+    return ids.detach().reshape(-1)

@@ -1,0 +1,253 @@
+"""Keys and values of token-addressed layers, by slot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pagoda import kernels
+from pagoda.errors import ArgumentError, ConfigError, InvariantError
+from pagoda.pools.arguments import (
+    AnyIds,
+    count,
+    host_ids,
+    number,
+    refuse_capture,
+    require_ids,
+    require_range,
+    resolve_device,
+)
+from pagoda.pools.staging import Staging
+
+__all__ = ["DTYPES", "FP8_DTYPES", "TokenPool"]
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, *FP8_DTYPES)
+
+
+class TokenPool:
+    """K and V of `num_layers` layers with one geometry: one tensor a layer and side.
+
+    Each is [(num_pages + 1) * page_size, heads, dim]: page 0 is padding, a slot is page * page_size +
+    offset, one slot is valid in all layers. `k_shape` and `v_shape` are (heads, dim); without
+    `v_shape` there are only keys (latent attention). Tensors are zeros, never move, and may be
+    supplied as `k_buffer` and `v_buffer`: contiguous, of exactly that shape, dtype and device.
+
+    fp8 pools store value / scale, with a scale a layer and side.
+
+    Errors: ConfigError, naming the argument.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_layers: int,
+        k_shape: tuple[int, int],
+        v_shape: tuple[int, int] | None,
+        dtype: torch.dtype,
+        device: torch.device | str = "cuda",
+        *,
+        k_scale: Sequence[float] | None = None,
+        v_scale: Sequence[float] | None = None,
+        k_buffer: Sequence[torch.Tensor] | None = None,
+        v_buffer: Sequence[torch.Tensor] | None = None,
+        pin_memory: bool = False,
+        staging: Staging | None = None,
+    ) -> None:
+        self.num_pages = count(num_pages, "num_pages", low=0)
+        self.page_size = count(page_size, "page_size")
+        self.num_layers = count(num_layers, "num_layers")
+        self.num_slots = (self.num_pages + 1) * self.page_size
+        if self.num_slots > 2**31 - 1:
+            raise ConfigError(f"{self.num_slots} slots pass 2^31: give fewer pages")
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype: give one of {', '.join(map(str, DTYPES))}, not {dtype}")
+        self.dtype = dtype
+        self.device = resolve_device(device)
+        self.k_shape = _geometry(k_shape, "k_shape")
+        self.v_shape = None if v_shape is None else _geometry(v_shape, "v_shape")
+        self.k_scale = self._scales(k_scale, "k_scale")
+        self.v_scale = self._scales(v_scale, "v_scale")
+        if self.v_shape is None and v_buffer is not None:
+            raise ConfigError("v_buffer: this pool has no values: give v_shape too")
+        pinned = bool(pin_memory) and self.device.type == "cpu" and torch.cuda.is_available()
+        self.k_buffer = self._buffers(self.k_shape, k_buffer, "k_buffer", pinned)
+        self.v_buffer = (
+            [] if self.v_shape is None else self._buffers(self.v_shape, v_buffer, "v_buffer", pinned)
+        )
+        self._staging = Staging(self.device) if staging is None else staging
+        # K, V, K, V, ...: every buffer as bytes by page, and where it begins.
+        sides = [self.k_buffer, self.v_buffer] if self.v_buffer else [self.k_buffer]
+        self._pages = [
+            side.view(self.num_pages + 1, -1).view(torch.uint8)
+            for pair in zip(*sides, strict=True)
+            for side in pair
+        ]
+        self._at = [buffer.data_ptr() for buffer in self._pages]
+        self._addresses = torch.tensor(self._at, dtype=torch.int64, device=self.device)
+
+    def _scales(self, scales: Sequence[float] | None, name: str) -> list[float]:
+        if scales is None:
+            return [1.0] * self.num_layers
+        if self.dtype not in FP8_DTYPES:
+            raise ConfigError(f"{name}: only fp8 pools have scales, not {self.dtype}")
+        values = [float(scale) for scale in scales]
+        if len(values) != self.num_layers:
+            raise ConfigError(f"{name} has {len(values)} entries for {self.num_layers} layers")
+        if any(not math.isfinite(value) or value <= 0 for value in values):
+            raise ConfigError(f"{name}: scales are finite and above 0, not {values}")
+        return values
+
+    def _buffers(
+        self, shape: tuple[int, int], given: Sequence[torch.Tensor] | None, name: str, pinned: bool
+    ) -> list[torch.Tensor]:
+        whole = (self.num_slots, *shape)
+        if given is None:
+            # Bytes, because zeros of fp8 are not everywhere; zeros, because padding is read too.
+            num_bytes = math.prod(whole) * self.dtype.itemsize
+            return [
+                torch.zeros(num_bytes, dtype=torch.uint8, device=self.device, pin_memory=pinned)
+                .view(self.dtype)
+                .view(whole)
+                for _ in range(self.num_layers)
+            ]
+        buffers = list(given)
+        if len(buffers) != self.num_layers:
+            raise ConfigError(f"{name} has {len(buffers)} tensors for {self.num_layers} layers")
+        for layer, buffer in enumerate(buffers):
+            found = (tuple(buffer.shape), buffer.dtype, buffer.device)
+            if found != (whole, self.dtype, self.device):
+                raise ConfigError(f"{name}[{layer}] is {found}, not {(whole, self.dtype, self.device)}")
+            if not buffer.is_contiguous() or buffer.data_ptr() % 16:
+                raise ConfigError(
+                    f"{name}[{layer}] is not contiguous, or does not begin at a multiple of 16 bytes"
+                )
+        return buffers
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of all layers, K and V: what `pack` writes for it. O(1)."""
+        return sum(pages.shape[1] for pages in self._pages)
+
+    def mem_bytes(self) -> int:
+        """Bytes of all buffers, the padding page included. O(1)."""
+        return self.page_bytes * (self.num_pages + 1)
+
+    def store(self, layer: int, slots: AnyIds, keys: torch.Tensor, values: torch.Tensor | None) -> None:
+        """Write keys and values of n tokens to n slots of a layer.
+
+        `slots` has any shape. Leading dimensions of keys and values hold n elements, trailing ones
+        heads × dim: [n, h, d], [b, s, h, d] and [n, h*d] all work, in any float dtype and stride. Slot −1
+        is not written; slots of page 0 are padding. On CUDA one launch writes both, at memory speed,
+        and can be captured (compiled by a call before). Of tokens with one slot any may win.
+
+        Slots on the host are checked; a device tensor is not, since that would read it back: slots
+        out of range in it are not written. Errors: ArgumentError, OutOfRangeError; CaptureError for
+        host slots on CUDA.
+        """
+        at = self.require_layer(layer)
+        if not isinstance(slots, torch.Tensor) or not slots.is_cuda:
+            host = host_ids(slots, "slots")
+            require_range(host, -1, self.num_slots - 1, "slots", "slots")
+        on_device = self._to_device(slots, "slots")
+        n = on_device.shape[0]
+        _require_rows(keys, n, self.k_shape, self.device, "keys")
+        v_pool = None
+        if self.v_shape is None:
+            if values is not None:
+                raise ArgumentError("values: this pool has keys only: give None")
+        else:
+            if values is None:
+                raise ArgumentError("values: this pool has values: give a tensor")
+            _require_rows(values, n, self.v_shape, self.device, "values")
+            v_pool = self.v_buffer[at]
+        kernels.store(on_device, keys, values, self.k_buffer[at], v_pool, self.k_scale[at], self.v_scale[at])
+
+    def pack(self, page_ids: AnyIds, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Copy pages of all layers into one buffer: [n, page_bytes] uint8, a page's bytes together.
+
+        Layer after layer, K before V, each [page_size, heads, dim] in the pool's dtype. `out` is the
+        caller's, contiguous on the pool's device, or made here. Cost: one launch at copy speed.
+        Errors: ArgumentError; OutOfRangeError for ids on the host; CaptureError when something has
+        to be made inside a capture.
+        """
+        ids = self._page_ids(page_ids)
+        if out is None:
+            refuse_capture(self.device, "pack without out")
+            out = torch.empty(ids.shape[0], self.page_bytes, dtype=torch.uint8, device=self.device)
+        kernels.pack(ids, self._pages, self._addresses, self._packed(out, ids.shape[0], "out"))
+        return out
+
+    def unpack(self, page_ids: AnyIds, packed: torch.Tensor) -> None:
+        """Copy what `pack` gave into these pages of all layers. Cost and errors as for `pack`.
+
+        A page that stands twice gets either content.
+        """
+        ids = self._page_ids(page_ids)
+        kernels.unpack(ids, self._pages, self._addresses, self._packed(packed, ids.shape[0], "packed"))
+
+    def check(self) -> None:
+        """Verify invariant 6. O(layers). Errors: InvariantError."""
+        if [buffer.data_ptr() for buffer in self._pages] != self._at:
+            raise InvariantError(6, "a buffer of the pool has moved")
+        self._staging.check()
+
+    def require_layer(self, layer: int) -> int:
+        """The number of a layer, or an ArgumentError. O(1)."""
+        at = number(layer, "layer")
+        if at >= self.num_layers:
+            raise ArgumentError(f"layer = {at}: this pool has layers 0 to {self.num_layers - 1}")
+        return at
+
+    def _to_device(self, ids: AnyIds, name: str) -> torch.Tensor:
+        if isinstance(ids, torch.Tensor) and ids.device == self.device:
+            return require_ids(ids, self.device, name)
+        return self._staging.send(host_ids(ids, name))[0]
+
+    def _page_ids(self, page_ids: AnyIds) -> torch.Tensor:
+        if not isinstance(page_ids, torch.Tensor) or not page_ids.is_cuda:
+            require_range(host_ids(page_ids, "page_ids"), 0, self.num_pages, "page_ids", "pages")
+        return self._to_device(page_ids, "page_ids")
+
+    def _packed(self, packed: Any, n: int, name: str) -> torch.Tensor:
+        wanted = n * self.page_bytes
+        if (
+            not isinstance(packed, torch.Tensor)
+            or packed.dtype != torch.uint8
+            or packed.device != self.device
+        ):
+            raise ArgumentError(f"{name}: give a uint8 tensor on {self.device}")
+        if packed.numel() != wanted or not packed.is_contiguous():
+            raise ArgumentError(
+                f"{name}: give {wanted} contiguous bytes for {n} pages, not shape {tuple(packed.shape)}"
+            )
+        return packed.view(n, self.page_bytes)
+
+
+def _geometry(shape: tuple[int, int], name: str) -> tuple[int, int]:
+    try:
+        heads, dim = shape
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name}: give (heads, dim), not {shape!r}") from None
+    return count(heads, f"heads of {name}"), count(dim, f"dim of {name}")
+
+
+def _require_rows(rows: Any, n: int, shape: tuple[int, int], device: torch.device, name: str) -> None:
+    """An ArgumentError unless some split of the dimensions gives n elements before and heads × dim behind."""
+    if not isinstance(rows, torch.Tensor) or not rows.is_floating_point():
+        raise ArgumentError(
+            f"{name}: give a tensor of floats, not {getattr(rows, 'dtype', type(rows).__name__)}"
+        )
+    if rows.device != device:
+        raise ArgumentError(f"{name} is on {rows.device} and the pool on {device}")
+    width = shape[0] * shape[1]
+    splits = range(rows.dim() + 1)
+    if not any(math.prod(rows.shape[:s]) == n and math.prod(rows.shape[s:]) == width for s in splits):
+        raise ArgumentError(
+            f"{name} has shape {tuple(rows.shape)}: its leading dimensions should hold {n} tokens "
+            f"and its trailing ones {shape[0]} heads of {shape[1]}"
+        )

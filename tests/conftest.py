@@ -1,0 +1,24 @@
+"""What all tests share: devices, and Triton's interpreter where there is no GPU."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before anything imports triton: it reads this when a kernel is defined.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Every kind of device that pools live on."""
+    return str(request.param)
