@@ -79,7 +79,8 @@ or int64, torch tensors on the CPU, or lists. Costs do not depend on ``num_ids``
 three bits an id. Several threads may call one list.
 
 Errors: ConfigError for sizes that are negative or pass 2**31.)")
-      .def("__init__", &construct, nb::arg("num_ids"), nb::arg("first_id") = 1, nb::arg("what") = "ids",
+      .def("__init__", &construct, nb::arg("num_ids").none(), nb::arg("first_id").none() = 1,
+           nb::arg("what").none() = "ids",
            nb::sig("def __init__(self, num_ids: int, first_id: int = 1, what: str = 'ids') -> None"))
       .def_prop_ro("num_ids", &FreeList::num_ids, "How many ids there are. O(1).")
       .def_prop_ro("first_id", &FreeList::first_id, "The lowest id. O(1).")
@@ -88,13 +89,13 @@ Errors: ConfigError for sizes that are negative or pass 2**31.)")
       .def_prop_ro("num_quarantined", &FreeList::num_quarantined, "How many wait for a fence. O(1).")
       .def(
           "can_alloc", [](const FreeList& self, nb::handle n) { return to_int(n, "n", 0, kMaxId) <= self.num_free(); },
-          nb::arg("n"), nb::sig("def can_alloc(self, n: int) -> bool"), "Whether alloc(n) would succeed. O(1).")
-      .def("alloc", &alloc, nb::arg("n"), nb::sig("def alloc(self, n: int) -> npt.NDArray[np.int32]"),
+          nb::arg("n").none(), nb::sig("def can_alloc(self, n: int) -> bool"), "Whether alloc(n) would succeed. O(1).")
+      .def("alloc", &alloc, nb::arg("n").none(), nb::sig("def alloc(self, n: int) -> npt.NDArray[np.int32]"),
            R"(The n lowest free ids, ascending: [n] int32, host. The caller holds them.
 
 Cost O(n). Errors: CapacityError when fewer are free; ArgumentError.)")
       .def(
-          "take", [](FreeList& self, nb::handle ids) { self.take(IdArray(ids, "ids").ids()); }, nb::arg("ids"),
+          "take", [](FreeList& self, nb::handle ids) { self.take(IdArray(ids, "ids").ids()); }, nb::arg("ids").none(),
           nb::sig("def take(self, ids: IdsLike) -> None"),
           R"(Takes exactly these ids, which must be free. The caller holds them.
 
@@ -106,7 +107,7 @@ OutOfRangeError; ArgumentError.)")
             const Fence until = to_fence(fence);
             self.free(IdArray(ids, "ids").ids(), until);
           },
-          nb::arg("ids"), nb::arg("fence") = nb::none(),
+          nb::arg("ids").none(), nb::arg("fence").none() = nb::none(),
           nb::sig("def free(self, ids: IdsLike, fence: int | None = None) -> None"),
           R"(Gives held ids back: at once, or, with a fence, when pass_fence reaches it.
 
@@ -119,7 +120,7 @@ stands twice or is quarantined; NotHeldError for one that is free; OutOfRangeErr
             const Fence until = to_fence(fence);
             self.free_slots(IdArray(slots, "slots").ids(), pages, until);
           },
-          nb::arg("slots"), nb::arg("page_size"), nb::arg("fence") = nb::none(),
+          nb::arg("slots").none(), nb::arg("page_size").none(), nb::arg("fence").none() = nb::none(),
           nb::sig("def free_slots(self, slots: IdsLike, page_size: int, fence: int | None = None) -> None"),
           R"(Gives back the pages that slots lie in, where the ids of this list are pages.
 
@@ -130,18 +131,19 @@ once. With page_size 1 this is free: a slot that stands twice raises. Cost O(n).
           [](FreeList& self, nb::handle fence) {
             return self.pass_fence(to_int(fence, "fence", kMinFence, kMaxFence));
           },
-          nb::arg("fence"), nb::sig("def pass_fence(self, fence: int) -> int"),
+          nb::arg("fence").none(), nb::sig("def pass_fence(self, fence: int) -> int"),
           R"(Frees what waits for this fence or an earlier one and says how many ids that were.
 
 Cost: what it frees. Errors: ArgumentError.)")
       .def(
           "recall",
           [](FreeList& self, nb::handle fence) { return self.recall(to_int(fence, "fence", kMinFence, kMaxFence)); },
-          nb::arg("fence"), nb::sig("def recall(self, fence: int) -> int"),
+          nb::arg("fence").none(), nb::sig("def recall(self, fence: int) -> int"),
           R"(Makes held again what waits for exactly this fence and says how many ids that were.
 
 Cost: what it recalls. Errors: ArgumentError.)")
-      .def("grow", &grow, nb::arg("old_lens"), nb::arg("new_lens"), nb::arg("last_slots"), nb::arg("page_size"),
+      .def("grow", &grow, nb::arg("old_lens").none(), nb::arg("new_lens").none(), nb::arg("last_slots").none(),
+           nb::arg("page_size").none(),
            nb::sig("def grow(self, old_lens: IdsLike, new_lens: IdsLike, last_slots: IdsLike, page_size: int) -> "
                    "npt.NDArray[np.int32]"),
            R"(Slots for requests that each grow from an old to a new length, in one call.
@@ -152,11 +154,11 @@ after request; slot = page * page_size + offset. The caller holds the new pages.
 tokens). Errors: CapacityError; ArgumentError for lengths that differ in number or shrink, or a
 last slot that does not fit its length; NotHeldError, OutOfRangeError for its page.)")
       .def(
-          "is_free", [](const FreeList& self, nb::handle id) { return self.is_free(id_of(id)); }, nb::arg("id"),
+          "is_free", [](const FreeList& self, nb::handle id) { return self.is_free(id_of(id)); }, nb::arg("id").none(),
           nb::sig("def is_free(self, id: int) -> bool"),
           "Whether an id can be allocated. O(1). Errors: OutOfRangeError.")
       .def(
-          "is_held", [](const FreeList& self, nb::handle id) { return self.is_held(id_of(id)); }, nb::arg("id"),
+          "is_held", [](const FreeList& self, nb::handle id) { return self.is_held(id_of(id)); }, nb::arg("id").none(),
           nb::sig("def is_held(self, id: int) -> bool"),
           "Whether an id is held: neither free nor quarantined. O(1). Errors: OutOfRangeError.")
       .def("reset", &FreeList::reset, "Makes every id free and forgets all fences. O(num_ids / 64).")

@@ -17,6 +17,6 @@ NB_MODULE(_native, m) {
         for (int64_t i = 0; i < array.ids().size; ++i) sum += array.ids()[i];
         return sum;
       },
-      nb::arg("ids"), nb::sig("def sum_ids(ids: IdsLike, /) -> int"),
+      nb::arg("ids").none(), nb::sig("def sum_ids(ids: IdsLike, /) -> int"),
       "Sum of an array argument: what crossing into the core costs and accepts, for tests and figures.");
 }

@@ -81,17 +81,22 @@ nb::tuple append(PageTable& self, nb::handle row, nb::handle page_ids, nb::handl
 
 void bind_page_table(nb::module_& m) {
   nb::class_<PageTable>(m, "PageTable", "The native half of pagoda.tables.PageTable.")
-      .def("__init__", &construct, nb::arg("num_rows"), nb::arg("max_pages_per_row"), nb::arg("page_size"),
+      .def("__init__", &construct, nb::arg("num_rows").none(), nb::arg("max_pages_per_row").none(),
+           nb::arg("page_size").none(),
            nb::sig("def __init__(self, num_rows: int, max_pages_per_row: int, page_size: int) -> None"))
       .def_prop_ro("num_rows", &PageTable::num_rows)
       .def_prop_ro("max_pages_per_row", &PageTable::max_pages_per_row)
       .def_prop_ro("page_size", &PageTable::page_size)
-      .def("num_tokens", [](const PageTable& self, nb::handle row) { return self.num_tokens(row_of(row)); })
-      .def("num_pages", [](const PageTable& self, nb::handle row) { return self.num_pages(row_of(row)); })
-      .def("pages", &pages)
-      .def("grow", &grow)
-      .def("append", &append)
-      .def("release", &release)
+      .def(
+          "num_tokens", [](const PageTable& self, nb::handle row) { return self.num_tokens(row_of(row)); },
+          nb::arg("row").none())
+      .def(
+          "num_pages", [](const PageTable& self, nb::handle row) { return self.num_pages(row_of(row)); },
+          nb::arg("row").none())
+      .def("pages", &pages, nb::arg("row").none())
+      .def("grow", &grow, nb::arg("free_list").none(), nb::arg("rows").none(), nb::arg("new_lens").none())
+      .def("append", &append, nb::arg("row").none(), nb::arg("page_ids").none(), nb::arg("num_tokens").none())
+      .def("release", &release, nb::arg("row").none())
       .def("check", &PageTable::check);
 }
 

@@ -59,7 +59,7 @@ class SlotAllocator:
         return int(self._versions[idx])
 
     def check(self) -> None:
-        """Verify invariants 1 to 4 and 9. Errors: InvariantError."""
+        """Verify invariants 1 to 4 and 9. Cost: a walk over all of it. Errors: InvariantError."""
         with self._lock:
             self._slots.check()
             if len(self._versions) != self.max_slots or (self._versions < 0).any():

@@ -142,8 +142,8 @@ class TokenPool:
 
         `slots` has any shape. Leading dimensions of keys and values hold n elements, trailing ones
         heads × dim: [n, h, d], [b, s, h, d] and [n, h*d] all work, in any float dtype and stride. Slot −1
-        is not written; slots of page 0 are padding. On CUDA one launch writes both, at memory speed,
-        and can be captured (compiled by a call before). Of tokens with one slot any may win.
+        is not written; slots of page 0 are padding. Of tokens with one slot any may win. Cost: on CUDA
+        one launch for both, at memory speed, which can be captured once a call before has compiled it.
 
         Slots on the host are checked; a device tensor is not, since that would read it back: slots
         out of range in it are not written. Errors: ArgumentError, OutOfRangeError; CaptureError for

@@ -1,0 +1,5 @@
+"""``python -m pagoda`` is ``pagoda``."""
+
+from pagoda.cli import main
+
+raise SystemExit(main())

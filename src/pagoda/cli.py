@@ -1,3 +1,0 @@
-"""``pagoda …``: the command line."""
-
-from __future__ import annotations

@@ -1,0 +1,145 @@
+"""StatePool and DeviceTable."""
+
+import numpy as np
+import pytest
+import torch
+
+from pagoda import (
+    ArgumentError,
+    ConfigError,
+    DeviceTable,
+    FreeList,
+    InvariantError,
+    OutOfRangeError,
+    PageTable,
+    StatePart,
+    StatePool,
+)
+
+PARTS = {
+    "recurrent": StatePart((2, 3), torch.float32),
+    "score": StatePart((4,), torch.bfloat16, -float("inf")),
+}
+
+
+def pool_of(device: str) -> StatePool:
+    return StatePool(5, 2, PARTS, device)
+
+
+def scramble(pool: StatePool) -> dict[str, torch.Tensor]:
+    for tensor in pool.tensors.values():
+        tensor.normal_()
+    return {name: tensor.clone() for name, tensor in pool.tensors.items()}
+
+
+def test_every_row_begins_as_after_a_reset(device: str):
+    pool = pool_of(device)
+    assert {name: tuple(t.shape) for name, t in pool.tensors.items()} == {
+        "recurrent": (2, 6, 2, 3),
+        "score": (2, 6, 4),
+    }
+    assert not bool(pool.tensors["recurrent"].any())
+    assert bool((pool.tensors["score"] == -float("inf")).all())
+    assert pool.mem_bytes() == 2 * 6 * (6 * 4 + 4 * 2)
+
+
+def test_reset_sets_these_rows_in_all_layers_and_no_other(device: str):
+    pool = pool_of(device)
+    for rows in (
+        [1, 3],
+        torch.tensor([1, 3], device=device),
+        torch.tensor([1, 3], dtype=torch.int32, device=device),
+    ):
+        before = scramble(pool)
+        pool.reset(rows)
+        for name, part in PARTS.items():
+            assert bool((pool.tensors[name][:, [1, 3]] == part.initial).all())
+            assert torch.equal(pool.tensors[name][:, [0, 2, 4, 5]], before[name][:, [0, 2, 4, 5]])
+    pool.reset(4)
+    assert not bool(pool.tensors["recurrent"][:, 4].any())
+
+
+def test_copies_read_before_they_write(device: str):
+    pool = pool_of(device)
+    before = scramble(pool)
+    pool.copy([1, 2, 3], [2, 1, 5])
+    for name in PARTS:
+        assert torch.equal(pool.tensors[name], before[name][:, [0, 2, 1, 3, 4, 3]])
+    pool.copy(torch.tensor([4], device=device), torch.tensor([0], device=device))
+    assert torch.equal(pool.tensors["score"][:, 0], before["score"][:, 4])
+
+
+def test_bad_rows_change_nothing(device: str):
+    pool = pool_of(device)
+    before = scramble(pool)
+    for call in (
+        lambda: pool.reset([1, 6]),
+        lambda: pool.reset([-1]),
+        lambda: pool.reset([1.5]),
+        lambda: pool.reset(torch.tensor([1.0], device=device)),
+        lambda: pool.copy([1], [6]),
+        lambda: pool.copy([-1], [1]),
+        lambda: pool.copy([1, 2], [3]),
+        lambda: pool.copy([1, 2], [3, 3]),
+        lambda: pool.layer(2),
+        lambda: pool.layer(-1),
+    ):
+        with pytest.raises((ArgumentError, OutOfRangeError)):
+            call()
+    assert all(torch.equal(pool.tensors[name], before[name]) for name in PARTS)
+
+
+def test_buffers_of_the_caller(device: str):
+    buffers = {
+        "recurrent": torch.ones(2, 6, 2, 3, device=device),
+        "score": torch.ones(2, 6, 4, device=device, dtype=torch.bfloat16),
+    }
+    pool = StatePool(5, 2, PARTS, device, buffers=buffers)
+    pool.reset([2])
+    assert float(buffers["recurrent"].sum()) == 2 * 5 * 6
+    for bad in (
+        {"score": buffers["score"]},
+        {**buffers, "score": buffers["score"][:, :5]},
+        {**buffers, "more": buffers["score"]},
+    ):
+        with pytest.raises(ConfigError, match="buffers"):
+            StatePool(5, 2, PARTS, device, buffers=bad)
+
+
+def test_check_finds_a_state_that_has_moved(device: str):
+    pool = pool_of(device)
+    pool.check()
+    pool.tensors["score"] = pool.tensors["score"].clone()
+    with pytest.raises(InvariantError):
+        pool.check()
+
+
+def test_the_device_table_follows_the_host_table(device: str):
+    pages, table, copy = FreeList(50), PageTable(4, 6, 4), DeviceTable(4, 6, device)
+    random = np.random.default_rng(0)
+    address = copy.tensor.data_ptr()
+    for _ in range(60):
+        row = int(random.integers(1, 5))
+        if table.num_tokens(row) > 18:
+            pages.free(table.release(row))
+        copy.write(*table.grow(pages, [row], [table.num_tokens(row) + int(random.integers(0, 6))]).writes)
+        for r in range(1, 5):
+            assert copy.tensor[r, : table.num_pages(r)].tolist() == table.pages(r).tolist()
+    assert copy.tensor.data_ptr() == address
+    assert not bool(copy.tensor[0].any())
+    copy.check()
+
+
+def test_bad_writes_change_nothing(device: str):
+    copy = DeviceTable(4, 6, device)
+    for entries, values in (([5], [1]), ([30], [1]), ([-1], [1]), ([7, 8], [1]), ([[7]], [[1]])):
+        with pytest.raises((ArgumentError, OutOfRangeError)):
+            copy.write(np.array(entries), np.array(values))
+    assert not bool(copy.tensor.any())
+    copy.write(np.array([], dtype=np.int64), np.array([], dtype=np.int32))
+
+
+@pytest.mark.parametrize("sizes", [(-1, 5), (2, 0), ("2", 5)])
+def test_tables_that_cannot_be(sizes: tuple[int, int]):
+    with pytest.raises(ConfigError):
+        DeviceTable(*sizes, "cpu")
