@@ -2,7 +2,9 @@
 
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <string>
 
@@ -95,13 +97,19 @@ IdArray::IdArray(nb::handle array, const char* name) {
   }
 }
 
+int32_t* IdArray::room_for(int64_t size) {
+  if (size <= static_cast<int64_t>(std::size(few_))) return few_;
+  many_.resize(static_cast<size_t>(size));
+  return many_.data();
+}
+
 void IdArray::narrow(const int64_t* data, const char* name) {
-  owned_.resize(static_cast<size_t>(size_));
+  int32_t* narrowed = room_for(size_);
   for (int64_t i = 0; i < size_; ++i) {
-    owned_[i] = static_cast<int32_t>(data[i]);
-    if (owned_[i] != data[i]) refuse_size(name, i, data[i]);
+    narrowed[i] = static_cast<int32_t>(data[i]);
+    if (narrowed[i] != data[i]) refuse_size(name, i, data[i]);
   }
-  data_ = owned_.data();
+  data_ = narrowed;
 }
 
 bool IdArray::from_tensor(nb::handle array, const char* name) {
@@ -178,16 +186,15 @@ void IdArray::from_sequence(nb::handle array, const char* name) {
     PyErr_Clear();
     refuse(name, "give an array of ids (numpy, torch on the CPU, or a list), not " + kind_of(array));
   }
+  int32_t* entries = room_for(PySequence_Fast_GET_SIZE(items.ptr()));
   const int64_t size = PySequence_Fast_GET_SIZE(items.ptr());
-  owned_.reserve(static_cast<size_t>(size));
   constexpr int64_t low = std::numeric_limits<int32_t>::min(), high = std::numeric_limits<int32_t>::max();
   // An item's __index__ may run Python that shortens the list: the size is asked for each time.
-  for (int64_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
-    nb::object item = nb::borrow(PySequence_Fast_GET_ITEM(items.ptr(), i));
-    owned_.push_back(static_cast<int32_t>(to_int(item, name, low, high)));
+  for (size_ = 0; size_ < std::min<int64_t>(size, PySequence_Fast_GET_SIZE(items.ptr())); ++size_) {
+    nb::object item = nb::borrow(PySequence_Fast_GET_ITEM(items.ptr(), size_));
+    entries[size_] = static_cast<int32_t>(to_int(item, name, low, high));
   }
-  size_ = static_cast<int64_t>(owned_.size());
-  data_ = owned_.data();
+  data_ = entries;
 }
 
 }  // namespace pagoda::bind

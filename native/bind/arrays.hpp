@@ -40,11 +40,13 @@ class IdArray {
   void from_buffer(nb::handle array, const char* name);
   void from_sequence(nb::handle array, const char* name);
   void narrow(const int64_t* data, const char* name);
+  int32_t* room_for(int64_t size);
 
   const int32_t* data_ = nullptr;
   int64_t size_ = 0;
-  std::vector<int32_t> owned_;
-  nb::object keep_;  // a numpy view made on the way, where the tensor's library has no fast path
+  int32_t few_[32];            // entries that had to be copied, where they are few
+  std::vector<int32_t> many_;  // and where they are not
+  nb::object keep_;            // a numpy view made on the way, where the tensor's library has no fast path
   Buffer buffer_;
 };
 

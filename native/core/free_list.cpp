@@ -127,10 +127,29 @@ void FreeList::free(Ids ids, Fence fence) {
   const bool at_once = !fence || *fence <= passed_;
   int64_t done = 0;
   try {
-    for (; done < ids.size; ++done) {
-      const int64_t i = ids[done] - first_id_;
-      if (i < 0 || i >= num_ids_ || !holds(i)) throw_not_held(ids, done);
-      put(i, at_once);
+    // Neighbours mostly share a word of the bitmaps: each word is read and written once for them.
+    while (done < ids.size) {
+      const int64_t w = (ids[done] - first_id_) >> 6;
+      uint64_t members = 0;
+      int64_t next = done;
+      for (; next < ids.size; ++next) {
+        const int64_t i = ids[next] - first_id_;
+        if (i < 0 || i >= num_ids_) throw_not_held(ids, next);
+        const uint64_t member = uint64_t{1} << (i & 63);
+        if ((i >> 6) != w || (members & member) != 0) break;
+        members |= member;
+      }
+      if (((free_.word(w) | quarantined_.word(w)) & members) != 0) {
+        int64_t bad = done;
+        while (holds(ids[bad] - first_id_)) ++bad;
+        throw_not_held(ids, bad);
+      }
+      if (at_once) {
+        free_.insert_word(w, members);
+      } else {
+        quarantined_.insert_word(w, members);
+      }
+      done = next;
     }
     settle(ids.data, ids.size, fence, at_once);
   } catch (...) {

@@ -27,11 +27,15 @@ class IdSet {
 
   bool contains(int64_t i) const { return (levels_[0][i >> 6] >> (i & 63)) & 1; }
 
-  void insert(int64_t i) {
-    uint64_t& word = levels_[0][i >> 6];
+  void insert(int64_t i) { insert_word(i >> 6, uint64_t{1} << (i & 63)); }
+
+  // Members of word w (w * 64 ... w * 64 + 63) as bits; and adds some, at least one.
+  uint64_t word(int64_t w) const { return levels_[0][w]; }
+  void insert_word(int64_t w, uint64_t members) {
+    uint64_t& word = levels_[0][w];
     const bool was_empty = word == 0;
-    word |= uint64_t{1} << (i & 63);
-    if (was_empty) set_above(i >> 6);
+    word |= members;
+    if (was_empty) set_above(w);
   }
 
   void erase(int64_t i) {
@@ -138,6 +142,8 @@ class BitSet {
   explicit BitSet(int64_t size) : words_(static_cast<size_t>((size + 63) / 64), 0) {}
   bool contains(int64_t i) const { return (words_[i >> 6] >> (i & 63)) & 1; }
   void insert(int64_t i) { words_[i >> 6] |= uint64_t{1} << (i & 63); }
+  uint64_t word(int64_t w) const { return words_[w]; }
+  void insert_word(int64_t w, uint64_t members) { words_[w] |= members; }
   void erase(int64_t i) { words_[i >> 6] &= ~(uint64_t{1} << (i & 63)); }
   void clear() { words_.assign(words_.size(), 0); }
   int64_t count() const {

@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 1 after an error, 2 for wrong usage, 130 after Ctrl-C."""
+    """Run one command; its exit status is 0, 1 after an error, 2 for wrong usage, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="pagoda", description="The KV-cache memory of an LLM engine, as a library."
     )

@@ -98,7 +98,8 @@ class _Tour:
         for begin in range(0, NUM_PAGES + 1, 16):
             line = " ".join(cells[page] for page in range(begin, min(begin + 16, NUM_PAGES + 1)))
             self.say(f"   page {begin:3d}  {line}")
-        counts = f"{self.pages.num_held} held, {self.pages.num_quarantined} quarantined, {self.pages.num_free} free"
+        pages = self.pages
+        counts = f"{pages.num_held} held, {pages.num_quarantined} quarantined, {pages.num_free} free"
         self.say(self.paint("2", f"             {counts}"))
 
 
@@ -108,11 +109,9 @@ def run(device: str, out: TextIO) -> None:
     torch.manual_seed(0)
 
     tour.title(1, "A pool")
-    page_kib = tour.pool.page_bytes // 1024
+    page_kib, pool_mib = tour.pool.page_bytes >> 10, tour.pool.mem_bytes() >> 20
     tour.say(f"   {NUM_PAGES} pages of {PAGE_SIZE} tokens on {tour.pool.device}, {LAYERS} layers of K and V,")
-    tour.say(
-        f"   {HEADS} heads × {DIM} in bfloat16: {page_kib} KiB a page, {tour.pool.mem_bytes() >> 20} MiB in all."
-    )
+    tour.say(f"   {HEADS} heads × {DIM} in bfloat16: {page_kib} KiB a page, {pool_mib} MiB in all.")
     tour.say("   Page 0 is padding: it takes the writes of padded tokens and is never handed out.")
     tour.draw()
 

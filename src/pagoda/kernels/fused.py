@@ -190,14 +190,9 @@ def _spelled_out(dtype: torch.dtype, device: torch.device) -> tuple[int, int, to
 
 
 def _shape_of_work(width: int, element_bytes: int) -> tuple[int, int, int]:
-    """Rows a program, columns a step, warps: 2048 elements, 16 bytes stored a thread.
-
-    Columns are the largest power of two that wastes under a quarter of the lanes on its last step.
-    """
-    block = min(triton.next_power_of_2(width), 2048)
-    while block > 16 and triton.cdiv(width, block) * block * 4 > width * 5:
-        block //= 2
-    rows = 2048 // block
+    """Rows a program, columns a step, warps: 2048 elements (1024 of fp8), 16 bytes stored a thread."""
+    block = min(1 << (width.bit_length() - 1), 2048)
+    rows = max(1, 1024 * min(element_bytes, 2) // block)
     return rows, block, max(1, rows * block * element_bytes // 512)
 
 
@@ -240,6 +235,8 @@ def _move_pages(
     addresses,
     packed,
     num_pages,
+    num_rows,
+    num_blocks,
     record,
     K_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
@@ -249,16 +246,19 @@ def _move_pages(
     BLOCK: tl.constexpr,
 ):
     # Sizes are in elements of `packed`. Buffers are K, V, K, V, ... or K alone, one pair a layer.
-    page = tl.load(page_ids + tl.program_id(0)).to(tl.int64)
-    buffer = tl.program_id(1)
+    # The blocks of a page stand together: programs that run together touch memory together.
+    block = tl.program_id(0) % num_blocks
+    row = (tl.program_id(0) // num_blocks) % num_rows
+    buffer = tl.program_id(0) // (num_blocks * num_rows)
+    page = tl.load(page_ids + row).to(tl.int64)
     side = buffer % NUM_SIDES
     size = tl.where(side == 0, K_SIZE, V_SIZE)
     begin = (buffer // NUM_SIDES) * (K_SIZE + V_SIZE) + side * K_SIZE
     element: tl.constexpr = packed.dtype.element_ty
     pool = tl.load(addresses + buffer).to(tl.pointer_type(element))
     pool = tl.multiple_of(pool + page * size, ALIGN)
-    record_at = tl.multiple_of(packed + tl.program_id(0).to(tl.int64) * record + begin, ALIGN)
-    at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    record_at = tl.multiple_of(packed + row.to(tl.int64) * record + begin, ALIGN)
+    at = block * BLOCK + tl.arange(0, BLOCK)
     mask = at < tl.where((page >= 0) & (page < num_pages), size, 0)
     if INTO_POOL:
         tl.store(pool + at, tl.load(record_at + at, mask=mask), mask=mask)
@@ -266,6 +266,7 @@ def _move_pages(
         tl.store(record_at + at, tl.load(pool + at, mask=mask), mask=mask)
 
 
+_BLOCK_OF_PAGE = (512, 4)  # elements, warps: 32 bytes a thread
 _ELEMENTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -285,12 +286,13 @@ def _move(
     align = math.gcd(k_bytes, v_bytes, packed.data_ptr(), packed.shape[1], 16)
     width = min(align, 8)
     elements = packed.view(_ELEMENTS[width])
-    block = 1024
-    grid = (page_ids.shape[0], len(buffers), triton.cdiv(max(k_bytes, v_bytes) // width, block))
-    _move_pages[grid](
-        page_ids, addresses, elements, buffers[0].shape[0], packed.shape[1] // width,
+    block, num_warps = _BLOCK_OF_PAGE
+    num_blocks = triton.cdiv(max(k_bytes, v_bytes) // width, block)
+    num_rows = page_ids.shape[0]
+    _move_pages[(num_blocks * len(buffers) * num_rows,)](
+        page_ids, addresses, elements, buffers[0].shape[0], num_rows, num_blocks, packed.shape[1] // width,
         k_bytes // width, v_bytes // width, num_sides, align, into_pool, block,
-        num_warps=4,
+        num_warps=num_warps,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -115,32 +115,37 @@ class Staging:
         refuse_capture(self.device, "sending a host array")
         if self.device.type == "cpu":
             return [torch.from_numpy(array.flatten()) for array in arrays]
-        sizes = [aligned(array.nbytes) for array in arrays]
-        total = sum(sizes)
-        with torch.cuda.device(self.device):
-            received = torch.empty(total, dtype=torch.uint8, device=self.device)
-            if total:
-                with self._lock:
-                    self._copy(received, arrays, sizes, total)
-        tensors, begin = [], 0
-        for array, size in zip(arrays, sizes, strict=True):
-            tensors.append(received[begin : begin + array.nbytes].view(_DTYPES[array.dtype]))
-            begin += size
-        return tensors
+        begins = [0, *accumulate(aligned(array.nbytes) for array in arrays)]
+        total = begins.pop()
+        if torch.cuda.current_device() == self.device.index:
+            received = self._copy(arrays, begins, total)
+        else:
+            with torch.cuda.device(self.device):
+                received = self._copy(arrays, begins, total)
+        return [
+            received[begin : begin + array.nbytes].view(_DTYPES[array.dtype])
+            for begin, array in zip(begins, arrays, strict=True)
+        ]
 
-    def _copy(
-        self, received: torch.Tensor, arrays: tuple[npt.NDArray[Any], ...], sizes: list[int], total: int
-    ) -> None:
-        begin = self._ring.reserve(total)
-        if begin is None:
-            self._grow(max(2 * self._ring.capacity, 2 * total))
-            begin = 0
-        at = begin
-        for array, size in zip(arrays, sizes, strict=True):
-            self._bytes[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
-            at += size
-        received.copy_(self._pinned[begin : begin + total], non_blocking=True)
-        self._ring.seal(begin, total)
+    def _copy(self, arrays: tuple[npt.NDArray[Any], ...], begins: list[int], total: int) -> torch.Tensor:
+        """One copy of all arrays, on the current device and stream."""
+        received = torch.empty(total, dtype=torch.uint8, device=self.device)
+        if total == 0:
+            return received
+        with self._lock:
+            at = self._ring.reserve(total)
+            if at is None:
+                self._grow(2 * max(self._ring.capacity, total))
+                at = 0
+            for begin, array in zip(begins, arrays, strict=True):
+                self._bytes[at + begin : at + begin + array.nbytes] = array.reshape(-1).view(np.uint8)
+            try:
+                received.copy_(self._pinned[at : at + total], non_blocking=True)
+                self._ring.seal(at, total)
+            except BaseException:  # Ctrl-C between the two: nobody would know of this copy
+                self._grow(self._ring.capacity)
+                raise
+        return received
 
     def check(self) -> None:
         """Verify invariant 7. Cost: the copies in flight. Errors: InvariantError."""

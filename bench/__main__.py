@@ -1,0 +1,36 @@
+"""``python -m bench [name …]``: run all benchmarks, or those named; print tables and write JSON."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+
+import torch
+
+HOST = ["ids", "growth", "arrays"]
+GPU = ["store", "pack", "staging"]
+
+
+def main() -> int:
+    names = sys.argv[1:] or HOST + GPU
+    unknown = sorted(set(names) - set(HOST + GPU))
+    if unknown:
+        print(
+            f"bench: no such benchmark: {', '.join(unknown)}; there are {', '.join(HOST + GPU)}",
+            file=sys.stderr,
+        )
+        return 2
+    for name in names:
+        if name in GPU and not torch.cuda.is_available():
+            print(f"\n{name}: skipped, there is no CUDA device here")
+            continue
+        begin = time.perf_counter()
+        print(f"\n{name} …", flush=True)
+        importlib.import_module(f"bench.{name}").run()
+        print(f"\n{name}: {time.perf_counter() - begin:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,106 @@
+"""How things are timed, and how results are written down."""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def microseconds(call: Callable[[], object], number: int, repeats: int = 60) -> float:
+    """CPU time of one call in this thread: the best of `repeats` loops of `number` calls.
+
+    The best, because what a shared machine adds is never negative; loops a little apart, because a
+    busy neighbour on the same core halves the speed of both for milliseconds. The loop's own cost is
+    measured the same way and taken off. The garbage collector is off.
+    """
+
+    def loop(body: Callable[[], object]) -> float:
+        time.sleep(0.003)
+        begin = time.thread_time_ns()
+        for _ in range(number):
+            body()
+        return (time.thread_time_ns() - begin) / number / 1000
+
+    def nothing() -> None:
+        return None
+
+    call()
+    gc.collect()
+    gc.disable()
+    try:
+        empty = min(loop(nothing) for _ in range(repeats))
+        return max(0.0, min(loop(call) for _ in range(repeats)) - empty)
+    finally:
+        gc.enable()
+
+
+def graph_microseconds(calls: list[Callable[[], object]], repeats: int = 21) -> float:
+    """Device time of one of `calls`: the median replay of a graph that holds all of them, once each."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        times = []
+        for _ in range(repeats + 3):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(stream)
+            graph.replay()
+            end.record(stream)
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) * 1000 / len(calls))
+    return statistics.median(times[3:])
+
+
+def table(title: str, rows: Iterable[dict[str, Any]]) -> None:
+    """Print rows as a Markdown table."""
+    rows = list(rows)
+    columns = list(rows[0])
+    print(f"\n### {title}\n")
+    print("| " + " | ".join(columns) + " |")
+    print("|" + "---|" * len(columns))
+    for row in rows:
+        cells = [row.get(column, "") for column in columns]
+        print("| " + " | ".join(_text(cell) for cell in cells) + " |", flush=True)
+
+
+def _text(cell: Any) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.3f}" if cell < 1 else f"{cell:.2f}" if cell < 100 else f"{cell:,.0f}"
+    return f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+
+def save(name: str, rows: list[dict[str, Any]]) -> None:
+    """Write rows and what they were measured on to results/NAME.json."""
+    RESULTS.mkdir(exist_ok=True)
+    machine = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "processor": _processor(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
