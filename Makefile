@@ -43,8 +43,8 @@ clean: ## remove what was built and installed
 
 # Build tools come first and pinned, so that a change of native/ rebuilds only what it touched.
 $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE)
-	@echo "setting up .venv: the first time this takes a few minutes"
+	@echo "setting up .venv: the first time this takes a minute or two"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python -m pip install -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
