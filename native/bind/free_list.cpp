@@ -17,6 +17,7 @@ namespace pagoda::bind {
 namespace {
 
 constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMaxCount = std::numeric_limits<int64_t>::max();
 constexpr int64_t kMaxFence = std::numeric_limits<int64_t>::max();
 constexpr int64_t kMinFence = std::numeric_limits<int64_t>::min() + 1;
 
@@ -35,7 +36,7 @@ void construct(FreeList* self, nb::handle num_ids, nb::handle first_id, nb::hand
 }
 
 nb::object alloc(FreeList& self, nb::handle n) {
-  const int64_t count = to_int(n, "n", 0, kMaxId);
+  const int64_t count = to_int(n, "n", 0, kMaxCount);
   self.require(count);
   auto out = new_int32(count);
   self.alloc(count, out.data);
@@ -76,7 +77,7 @@ the ids in errors.
 
 Every call does all it says or raises and changes nothing. Arguments are host arrays: numpy int32
 or int64, torch tensors on the CPU, or lists. Costs do not depend on ``num_ids``; memory is about
-three bits an id. Several threads may call one list.
+three bits an id, and eight bytes once a fence is used. Several threads may call one list.
 
 Errors: ConfigError for sizes that are negative or pass 2**31.)")
       .def("__init__", &construct, nb::arg("num_ids").none(), nb::arg("first_id").none() = 1,
@@ -88,7 +89,8 @@ Errors: ConfigError for sizes that are negative or pass 2**31.)")
       .def_prop_ro("num_held", &FreeList::num_held, "How many are held. O(1).")
       .def_prop_ro("num_quarantined", &FreeList::num_quarantined, "How many wait for a fence. O(1).")
       .def(
-          "can_alloc", [](const FreeList& self, nb::handle n) { return to_int(n, "n", 0, kMaxId) <= self.num_free(); },
+          "can_alloc",
+          [](const FreeList& self, nb::handle n) { return to_int(n, "n", 0, kMaxCount) <= self.num_free(); },
           nb::arg("n").none(), nb::sig("def can_alloc(self, n: int) -> bool"), "Whether alloc(n) would succeed. O(1).")
       .def("alloc", &alloc, nb::arg("n").none(), nb::sig("def alloc(self, n: int) -> npt.NDArray[np.int32]"),
            R"(The n lowest free ids, ascending: [n] int32, host. The caller holds them.

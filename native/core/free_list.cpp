@@ -116,8 +116,10 @@ void FreeList::settle(const int32_t* ids, int64_t n, Fence fence, bool at_once) 
   if (at_once) {
     num_free_ += n;
   } else if (n > 0) {
+    if (fence_of_.empty()) fence_of_.resize(static_cast<size_t>(num_ids_));
     auto& queue = waiting_[*fence];
     queue.insert(queue.end(), ids, ids + n);
+    for (int64_t k = 0; k < n; ++k) fence_of_[ids[k] - first_id_] = *fence;
     num_quarantined_ += n;
   }
   ++version_;
@@ -165,13 +167,6 @@ void FreeList::require_slots_fit(const PageMath& pages) const {
   }
 }
 
-bool FreeList::waits_for(int64_t id, int64_t fence) const {
-  const auto it = waiting_.find(fence);
-  if (it == waiting_.end()) return false;
-  // Backwards: slots of one page come close together, so a repeated page is among the last.
-  return std::find(it->second.rbegin(), it->second.rend(), id) != it->second.rend();
-}
-
 void FreeList::free_slots(Ids slots, const PageMath& pages, Fence fence) {
   require_slots_fit(pages);
   if (pages.size() == 1) return free(slots, fence);
@@ -188,7 +183,7 @@ void FreeList::free_slots(Ids slots, const PageMath& pages, Fence fence) {
       if (page == last) continue;
       if (i < 0 || i >= num_ids_) throw_slot(slots, s, "slots", pages);
       last = page;
-      if (seen_.contains(i) || (fence && quarantined_.contains(i) && waits_for(page, *fence))) continue;
+      if (seen_.contains(i) || (fence && quarantined_.contains(i) && fence_of_[i] == *fence)) continue;
       if (!holds(i)) throw_slot(slots, s, "slots", pages);
       scratch_.push_back(static_cast<int32_t>(page));
       seen_.insert(i);
@@ -324,6 +319,7 @@ void FreeList::check() const {
         throw BrokenInvariant{2, "id " + text(id) + " waits for a fence twice, or without being quarantined"};
       }
       if (free_.contains(i)) throw BrokenInvariant{2, "id " + text(id) + " is free and quarantined at once"};
+      if (fence_of_[i] != fence) throw BrokenInvariant{2, "id " + text(id) + " waits for another fence than it says"};
       waits.insert(i);
       ++num_waiting;
     }

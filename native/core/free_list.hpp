@@ -92,7 +92,6 @@ class FreeList {
   [[noreturn]] void throw_not_held(Ids ids, int64_t position) const;
   [[noreturn]] void throw_slot(Ids slots, int64_t position, const char* name, const PageMath& pages) const;
   void require_slots_fit(const PageMath& pages) const;
-  bool waits_for(int64_t id, int64_t fence) const;
   // Moves held id number i to the free ones or into quarantine, and back.
   void put(int64_t i, bool at_once);
   void unput(int64_t i, bool at_once);
@@ -111,6 +110,7 @@ class FreeList {
   BitSet seen_;                                      // scratch of one call, empty between calls
   std::vector<int32_t> scratch_;                     // likewise
   std::map<int64_t, std::vector<int32_t>> waiting_;  // fence -> ids, in the order freed
+  std::vector<int64_t> fence_of_;                    // of a quarantined id; empty until a fence is used
 };
 
 }  // namespace pagoda

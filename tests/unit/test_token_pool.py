@@ -259,7 +259,7 @@ def test_bad_packs_change_nothing(device: str):
 
 def test_check_finds_a_buffer_that_has_moved(device: str):
     pool = pool_of(device)
-    pool._pages[0] = pool._pages[0].clone()
+    pool.k_buffer[0] = pool.k_buffer[0].clone()
     with pytest.raises(InvariantError) as caught:
         pool.check()
     assert caught.value.number == 6

@@ -6,9 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pagoda.errors import CapacityError
 from pagoda.ids import FreeList
 from pagoda.pools import Staging
-from pagoda.pools.arguments import AnyIds, count, host_ids, refuse_capture
+from pagoda.pools.arguments import AnyIds, count, host_ids, number, refuse_capture
 
 __all__ = ["BlockAllocator"]
 
@@ -39,7 +40,7 @@ class BlockAllocator:
         asked, what is free and the total; ArgumentError; CaptureError.
         """
         refuse_capture(self._staging.device, "acquire")
-        blocks = self._blocks.alloc(n)
+        blocks = self.acquire_host(n)
         try:
             return self._staging.send(blocks)[0]
         except BaseException:  # no memory on the device, Ctrl-C
@@ -48,7 +49,10 @@ class BlockAllocator:
 
     def acquire_host(self, n: int) -> npt.NDArray[np.int32]:
         """As `acquire`, but [n] int32 on the host: no device is touched."""
-        return self._blocks.alloc(n)
+        wanted = number(n, "n")
+        if wanted > self._blocks.num_ids:  # however large: more than any integer of the free-list too
+            raise CapacityError("blocks", wanted, self._blocks.num_free, self._blocks.num_ids)
+        return self._blocks.alloc(wanted)
 
     def release(self, ids: AnyIds) -> None:
         """Give blocks back. Cost O(n); a device tensor costs one synchronisation.

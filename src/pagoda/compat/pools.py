@@ -14,7 +14,17 @@ import torch
 from pagoda.errors import ArgumentError, CapacityError, ConfigError, InvariantError
 from pagoda.ids import FreeList
 from pagoda.pools import DeviceTable, Staging, StatePart, StatePool, TokenPool
-from pagoda.pools.arguments import AnyIds, count, host_ids, number, refuse_capture, require_ids, require_range
+from pagoda.pools.arguments import (
+    AnyIds,
+    count,
+    host_ids,
+    is_unread,
+    number,
+    refuse_capture,
+    require_range,
+    shares_memory,
+    unread_ids,
+)
 
 __all__ = [
     "GDNPool",
@@ -24,9 +34,6 @@ __all__ = [
     "make_full_attention_net_mem_pool",
     "make_req_to_token_pool",
 ]
-
-
-_CPU = torch.device("cpu")
 
 
 def _num_pages(size: int, page_size: int) -> int:
@@ -61,8 +68,10 @@ class KVPool:
         k_scale: Sequence[float] | None = None,
         v_scale: Sequence[float] | None = None,
     ) -> None:
-        v_head_num = k_head_num if v_head_num is None else v_head_num
-        v_head_dim = k_head_dim if v_head_dim is None else v_head_dim
+        layer_num = count(layer_num, "layer_num")
+        k_head_num, k_head_dim = count(k_head_num, "k_head_num"), count(k_head_dim, "k_head_dim")
+        v_head_num = k_head_num if v_head_num is None else count(v_head_num, "v_head_num")
+        v_head_dim = k_head_dim if v_head_dim is None else count(v_head_dim, "v_head_dim")
         self._pool = TokenPool(
             _num_pages(size, page_size),
             page_size,
@@ -144,7 +153,9 @@ class TokenToKVPoolAllocator:
 
     def alloc_host(self, need_size: int) -> npt.NDArray[np.int32] | None:
         """As `alloc`, but [need_size] int32 on the host: no device is touched."""
-        return self._grow([0], [number(need_size, "need_size")], [0])
+        if number(need_size, "need_size") > self.size:
+            return None
+        return self._grow([0], [need_size], [0])
 
     def alloc_extend(self, old_lens: AnyIds, new_lens: AnyIds, last_slots: AnyIds) -> torch.Tensor | None:
         """Slots for requests that each grow from an old to a new length, or None when they are not there.
@@ -190,10 +201,10 @@ class TokenToKVPoolAllocator:
         """
         with self._lock:
             device = self._staging.device
-            if self._group_is_open and isinstance(indices, torch.Tensor) and indices.device == device != _CPU:
+            if self._group_is_open and is_unread(indices, device):
                 refuse_capture(device, "collecting ids from a device tensor")
                 # A copy: the caller may overwrite its tensor before the group ends.
-                self._group_unread.append(require_ids(indices, device, "indices").clone())
+                self._group_unread.append(unread_ids(indices, "indices").clone())
             else:
                 self._free(host_ids(indices, "indices"))
 
@@ -289,6 +300,7 @@ class ReqToTokenPool:
         self._table = DeviceTable(self.size, self.max_context_len, device, self._staging)
         self.req_to_token = self._table.tensor
         self._rows = FreeList(self.size, what="rows")
+        self._lock = threading.Lock()
 
     def available_size(self) -> int:
         """Rows that can be allocated now. O(1)."""
@@ -296,6 +308,8 @@ class ReqToTokenPool:
 
     def alloc(self, n: int = 1) -> list[int] | None:
         """n rows, or None when they are not there; the caller holds them. O(n). Errors: ArgumentError."""
+        if number(n, "n") > self.size:
+            return None
         try:
             rows: list[int] = self._rows.alloc(n).tolist()
         except CapacityError:
@@ -333,12 +347,13 @@ class ReqToTokenPool:
         begin, end, step = self._bounds(where)
         if step != 1:
             raise ArgumentError("index: give a slice without a step")
-        new = self._device_values(values)
+        new = self._values(values, "values")
         if new.numel() != end - begin:
             raise ArgumentError(
                 f"values: give {end - begin} slots for positions {begin} to {end}, not {new.numel()}"
             )
-        self.req_to_token[int(at[0]), begin:end] = new
+        with self._lock:
+            self.req_to_token[int(at[0]), begin:end] = new
 
     def _bounds(self, where: slice) -> tuple[int, int, int]:
         bounds = [
@@ -351,26 +366,27 @@ class ReqToTokenPool:
         return begin, end, 1 if where.step is None else where.step
 
     def _write_entries(self, rows: Any, positions: Any, values: Any) -> None:
-        if not (isinstance(rows, torch.Tensor) and rows.is_cuda) and not (
-            isinstance(positions, torch.Tensor) and positions.is_cuda
+        for ids, name, high in (
+            (rows, "rows", self.size),
+            (positions, "positions", self.max_context_len - 1),
         ):
-            at, to = np.broadcast_arrays(host_ids(rows, "rows"), host_ids(positions, "positions"))
-            require_range(at, 0, self.size, "rows", "rows")
-            require_range(to, 0, self.max_context_len - 1, "positions", "positions")
-        new = self._device_values(values)
-        index = (self._device_values(rows).long(), self._device_values(positions).long())
-        try:
+            if not is_unread(ids, self._staging.device):
+                require_range(host_ids(ids, name), 0, high, name, name)
+        index = (self._values(rows, "rows").long(), self._values(positions, "positions").long())
+        new = self._values(values, "values")
+        sizes = [len(index[0]), len(index[1]), len(new)]
+        if any(size not in (1, max(sizes)) for size in sizes):
+            raise ArgumentError(f"rows, positions and values: {sizes} entries do not fit together")
+        with self._lock:
             self.req_to_token.index_put_(index, new)
-        except RuntimeError as mismatch:
-            raise ArgumentError(f"rows, positions and values do not fit together: {mismatch}") from mismatch
 
-    def _device_values(self, values: Any) -> torch.Tensor:
-        if isinstance(values, torch.Tensor) and values.device == self._staging.device:
-            if values.dtype not in (torch.int32, torch.int64):
-                raise ArgumentError(f"values: give int32 or int64, not {values.dtype}")
-            return values.detach().reshape(-1).to(torch.int32)
-        host = host_ids(values, "values")
-        require_range(host, -(2**31), 2**31 - 1, "values", "int32 values")
+    def _values(self, values: Any, name: str) -> torch.Tensor:
+        """Ids as a flat int32 tensor on the pool's device; those on the host are checked to fit."""
+        if is_unread(values, self._staging.device):
+            new = unread_ids(values, name).to(torch.int32)
+            return new.clone() if shares_memory(new, self.req_to_token) else new
+        host = host_ids(values, name)
+        require_range(host, -(2**31), 2**31 - 1, name, "int32 values")
         return self._staging.send(host.astype(np.int32))[0]
 
     def clear(self) -> None:
@@ -413,6 +429,8 @@ class GDNPool:
         self.head_k_dim, self.conv_dim = count(head_k_dim, "head_k_dim"), count(conv_dim, "conv_dim")
         self.conv_kernel_size = count(conv_kernel_size, "conv_kernel_size")
         self.device, self.dtype = device, dtype
+        if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise ConfigError(f"dtype: give float16, bfloat16 or float32, not {dtype}")
         parts = {
             "recurrent": StatePart((self.num_v_heads, self.head_v_dim, self.head_k_dim), torch.float32),
             "conv": StatePart((self.conv_dim, self.conv_kernel_size - 1), dtype),

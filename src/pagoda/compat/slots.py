@@ -30,7 +30,8 @@ class SlotAllocator:
     @property
     def free_count(self) -> int:
         """Slots that can be allocated now. O(1)."""
-        return self._slots.num_free
+        with self._lock:
+            return self._slots.num_free
 
     def alloc(self) -> int:
         """The lowest free slot, its version raised by one; −1 when all are taken. O(1)."""
@@ -43,20 +44,24 @@ class SlotAllocator:
 
     def occupy(self, idx: int) -> None:
         """Take a given free slot, its version unchanged. O(1). Errors: AlreadyHeldError, OutOfRangeError."""
-        self._slots.take([idx])
+        with self._lock:
+            self._slots.take([idx])
 
     def free(self, idx: int) -> None:
         """Give a slot back. O(1). Errors: NotHeldError, OutOfRangeError, ArgumentError."""
-        self._slots.free([idx])
+        with self._lock:
+            self._slots.free([idx])
 
     def is_free(self, idx: int) -> bool:
         """Whether a slot can be allocated. O(1). Errors: OutOfRangeError."""
-        return self._slots.is_free(idx)
+        with self._lock:
+            return self._slots.is_free(idx)
 
     def version(self, idx: int) -> int:
         """How often `alloc` has handed this slot out. O(1). Errors: OutOfRangeError."""
-        self._slots.is_free(idx)  # raises for a slot that is not there
-        return int(self._versions[idx])
+        with self._lock:
+            self._slots.is_free(idx)  # raises for a slot that is not there
+            return int(self._versions[int(idx)])
 
     def check(self) -> None:
         """Verify invariants 1 to 4 and 9. Cost: a walk over all of it. Errors: InvariantError."""

@@ -172,12 +172,19 @@ def _strided(rows: torch.Tensor, num_rows: int, width: int) -> tuple[torch.Tenso
     return rows, [inner[0], outer_stride, inner[1], head_stride, dim[1]], [width, dim[0], len(batch) < 2]
 
 
+_READABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *FP8)
 # dtype: mantissa bits, exponent bias, integer of its size.
 _NARROW = {
     torch.bfloat16: (7, 127, torch.uint16),
     torch.float8_e4m3fn: (3, 7, torch.uint8),
     torch.float8_e5m2: (2, 15, torch.uint8),
 }
+
+
+def _plain(rows: torch.Tensor) -> torch.Tensor:
+    """Rows that a kernel can read: no gradient, no pending negation, a dtype that Triton knows."""
+    rows = rows.detach().resolve_neg()
+    return rows if rows.dtype in _READABLE else rows.to(torch.float32)
 
 
 def _spelled_out(dtype: torch.dtype, device: torch.device) -> tuple[int, int, torch.dtype]:
@@ -209,13 +216,13 @@ def store(
     if num_rows == 0:
         return
     k_width = k_pool.shape[1] * k_pool.shape[2]
-    k_rows, k_strides, k_shape = _strided(keys.detach(), num_rows, k_width)
+    k_rows, k_strides, k_shape = _strided(_plain(keys), num_rows, k_width)
     if values is None or v_pool is None:
         v_width, num_sides = 0, 1
         v_rows, v_strides, v_shape, v_pool = k_rows, k_strides, k_shape, k_pool
     else:
         v_width, num_sides = v_pool.shape[1] * v_pool.shape[2], 2
-        v_rows, v_strides, v_shape = _strided(values.detach(), num_rows, v_width)
+        v_rows, v_strides, v_shape = _strided(_plain(values), num_rows, v_width)
     fp8_max = torch.finfo(k_pool.dtype).max if k_pool.dtype in FP8 else 0.0
     mantissa, bias, bits = _spelled_out(k_pool.dtype, k_pool.device)
     rows, block, num_warps = _shape_of_work(max(k_width, v_width), k_pool.element_size())

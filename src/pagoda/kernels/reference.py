@@ -34,20 +34,22 @@ def store(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    kept: torch.Tensor | None = (slots >= 0) & (slots < k_pool.shape[0])
-    assert kept is not None
-    if bool(kept.all()):
-        kept = None
-    where = (slots if kept is None else slots[kept]).long()
-    for source, pool, scale in ((keys, k_pool, k_scale), (values, v_pool, v_scale)):
-        if source is None or pool is None:
-            continue
-        rows = source.detach().reshape(slots.shape[0], pool.shape[1] * pool.shape[2])
-        rows = cast(rows if kept is None else rows[kept], pool.dtype, scale)
-        flat = pool.view(pool.shape[0], -1)
-        if pool.dtype in FP8:  # index_put knows no fp8
-            flat, rows = flat.view(torch.uint8), rows.view(torch.uint8)
-        flat[where] = rows
+    kept = (slots >= 0) & (slots < k_pool.shape[0])
+    where = slots[kept].long()
+    # Everything is read before anything is written: rows may be views of the pools themselves.
+    writes = [_bytes_of(keys, k_pool, kept, k_scale)]
+    if values is not None and v_pool is not None:
+        writes.append(_bytes_of(values, v_pool, kept, v_scale))
+    for pool, rows in writes:
+        pool[where] = rows
+
+
+def _bytes_of(
+    source: torch.Tensor, pool: torch.Tensor, kept: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pool and the kept rows of a source as it stores them, both as bytes: index_put knows no fp8."""
+    rows = source.detach().reshape(kept.shape[0], pool.shape[1] * pool.shape[2])[kept]
+    return pool.view(pool.shape[0], -1).view(torch.uint8), cast(rows, pool.dtype, scale).view(torch.uint8)
 
 
 def pack(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,13 @@ __all__ = [
     "AnyIds",
     "count",
     "host_ids",
+    "is_unread",
     "number",
     "refuse_capture",
-    "require_ids",
     "require_range",
     "resolve_device",
+    "shares_memory",
+    "unread_ids",
 ]
 
 # Ids as callers have them: on the host, or in a device tensor.
@@ -78,19 +80,16 @@ def refuse_capture(device: torch.device, call: str) -> None:
 def host_ids(ids: AnyIds, name: str) -> npt.NDArray[np.int64]:
     """Ids as one contiguous host array: [n] int64. A device tensor costs one synchronisation."""
     if isinstance(ids, torch.Tensor):
+        _require_readable(ids, name)
         if ids.is_cuda:
             refuse_capture(ids.device, f"{name}, read from a device tensor,")
-        if ids.dtype not in _INTS:
-            raise ArgumentError(f"{name}: give int32 or int64, not {ids.dtype}")
         array = ids.detach().cpu().numpy()
     else:
         try:
             array = np.asarray(ids)
         except ValueError as ragged:
             raise ArgumentError(f"{name}: give a flat sequence of ids") from ragged
-        if array.size == 0:
-            array = array.astype(np.int64)
-        if array.dtype.kind not in "iu":
+        if array.size and array.dtype.kind not in "iu":
             raise ArgumentError(f"{name}: give integer ids, not {array.dtype}")
         if array.dtype == np.uint64 and array.size and int(array.max()) > np.iinfo(np.int64).max:
             raise ArgumentError(f"{name}: an id does not fit in int64")
@@ -108,10 +107,28 @@ def require_range(ids: npt.NDArray[np.int64], low: int, high: int, name: str, wh
     )
 
 
-def require_ids(ids: torch.Tensor, device: torch.device, name: str) -> torch.Tensor:
-    """A device tensor of ids, flat: [n] int32 or int64."""
-    if ids.dtype not in _INTS:
+def is_unread(ids: object, device: torch.device) -> TypeGuard[torch.Tensor]:
+    """Whether ids are a tensor on this CUDA device: to be used there, never read back."""
+    return isinstance(ids, torch.Tensor) and ids.is_cuda and ids.device == device
+
+
+def unread_ids(ids: torch.Tensor, name: str) -> torch.Tensor:
+    """A device tensor of ids as one run: [n] int32 or int64, contiguous."""
+    _require_readable(ids, name)
+    return ids.detach().reshape(-1).contiguous()
+
+
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie in one allocation."""
+    return (
+        one.device == other.device and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    )
+
+
+def _require_readable(ids: torch.Tensor, name: str) -> None:
+    if ids.layout != torch.strided or ids.device.type not in ("cpu", "cuda"):
+        raise ArgumentError(
+            f"{name}: give a dense tensor on the CPU or a CUDA device, not {ids.layout} on {ids.device}"
+        )
+    if ids.dtype not in _INTS and ids.numel():
         raise ArgumentError(f"{name}: give int32 or int64, not {ids.dtype}")
-    if ids.device != device:
-        raise ArgumentError(f"{name} is on {ids.device} and the pool on {device}")
-    return ids.detach().reshape(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +15,12 @@ from pagoda.pools.arguments import (
     AnyIds,
     count,
     host_ids,
+    is_unread,
     number,
     refuse_capture,
-    require_ids,
     require_range,
     resolve_device,
+    unread_ids,
 )
 from pagoda.pools.staging import Staging
 
@@ -87,15 +89,21 @@ class TokenPool:
             for pair in zip(*sides, strict=True)
             for side in pair
         ]
-        self._at = [buffer.data_ptr() for buffer in self._pages]
-        self._addresses = torch.tensor(self._at, dtype=torch.int64, device=self.device)
+        self._addresses = torch.tensor(
+            [b.data_ptr() for b in self._pages], dtype=torch.int64, device=self.device
+        )
+        self._at = [buffer.data_ptr() for buffer in (*self.k_buffer, *self.v_buffer)]
+        self._lock = threading.Lock()
 
     def _scales(self, scales: Sequence[float] | None, name: str) -> list[float]:
         if scales is None:
             return [1.0] * self.num_layers
         if self.dtype not in FP8_DTYPES:
             raise ConfigError(f"{name}: only fp8 pools have scales, not {self.dtype}")
-        values = [float(scale) for scale in scales]
+        try:
+            values = [float(scale) for scale in scales]
+        except (TypeError, ValueError):
+            raise ConfigError(f"{name}: give one number a layer, not {scales!r}") from None
         if len(values) != self.num_layers:
             raise ConfigError(f"{name} has {len(values)} entries for {self.num_layers} layers")
         if any(not math.isfinite(value) or value <= 0 for value in values):
@@ -142,7 +150,9 @@ class TokenPool:
 
         `slots` has any shape. Leading dimensions of keys and values hold n elements, trailing ones
         heads × dim: [n, h, d], [b, s, h, d] and [n, h*d] all work, in any float dtype and stride. Slot −1
-        is not written; slots of page 0 are padding. Of tokens with one slot any may win. Cost: on CUDA
+        is not written; slots of page 0 are padding. Of tokens with one slot any may win. On CUDA keys and
+        values must not lie in slots that the call writes. Several threads may call; each call writes
+        K and V together. Cost: on CUDA
         one launch for both, at memory speed, which can be captured once a call before has compiled it.
 
         Slots on the host are checked; a device tensor is not, since that would read it back: slots
@@ -150,10 +160,7 @@ class TokenPool:
         host slots on CUDA.
         """
         at = self.require_layer(layer)
-        if not isinstance(slots, torch.Tensor) or not slots.is_cuda:
-            host = host_ids(slots, "slots")
-            require_range(host, -1, self.num_slots - 1, "slots", "slots")
-        on_device = self._to_device(slots, "slots")
+        on_device = self._on_device(slots, "slots", -1, self.num_slots - 1)
         n = on_device.shape[0]
         _require_rows(keys, n, self.k_shape, self.device, "keys")
         v_pool = None
@@ -165,7 +172,10 @@ class TokenPool:
                 raise ArgumentError("values: this pool has values: give a tensor")
             _require_rows(values, n, self.v_shape, self.device, "values")
             v_pool = self.v_buffer[at]
-        kernels.store(on_device, keys, values, self.k_buffer[at], v_pool, self.k_scale[at], self.v_scale[at])
+        with self._lock:
+            kernels.store(
+                on_device, keys, values, self.k_buffer[at], v_pool, self.k_scale[at], self.v_scale[at]
+            )
 
     def pack(self, page_ids: AnyIds, out: torch.Tensor | None = None) -> torch.Tensor:
         """Copy pages of all layers into one buffer: [n, page_bytes] uint8, a page's bytes together.
@@ -175,11 +185,13 @@ class TokenPool:
         Errors: ArgumentError; OutOfRangeError for ids on the host; CaptureError when something has
         to be made inside a capture.
         """
-        ids = self._page_ids(page_ids)
+        ids = self._on_device(page_ids, "page_ids", 0, self.num_pages)
         if out is None:
             refuse_capture(self.device, "pack without out")
             out = torch.empty(ids.shape[0], self.page_bytes, dtype=torch.uint8, device=self.device)
-        kernels.pack(ids, self._pages, self._addresses, self._packed(out, ids.shape[0], "out"))
+        packed = self._packed(out, ids.shape[0], "out")
+        with self._lock:
+            kernels.pack(ids, self._pages, self._addresses, packed)
         return out
 
     def unpack(self, page_ids: AnyIds, packed: torch.Tensor) -> None:
@@ -187,12 +199,14 @@ class TokenPool:
 
         A page that stands twice gets either content.
         """
-        ids = self._page_ids(page_ids)
-        kernels.unpack(ids, self._pages, self._addresses, self._packed(packed, ids.shape[0], "packed"))
+        ids = self._on_device(page_ids, "page_ids", 0, self.num_pages)
+        checked = self._packed(packed, ids.shape[0], "packed")
+        with self._lock:
+            kernels.unpack(ids, self._pages, self._addresses, checked)
 
     def check(self) -> None:
         """Verify invariant 6. O(layers). Errors: InvariantError."""
-        if [buffer.data_ptr() for buffer in self._pages] != self._at:
+        if [buffer.data_ptr() for buffer in (*self.k_buffer, *self.v_buffer)] != self._at:
             raise InvariantError(6, "a buffer of the pool has moved")
         self._staging.check()
 
@@ -203,15 +217,13 @@ class TokenPool:
             raise ArgumentError(f"layer = {at}: this pool has layers 0 to {self.num_layers - 1}")
         return at
 
-    def _to_device(self, ids: AnyIds, name: str) -> torch.Tensor:
-        if isinstance(ids, torch.Tensor) and ids.device == self.device:
-            return require_ids(ids, self.device, name)
-        return self._staging.send(host_ids(ids, name))[0]
-
-    def _page_ids(self, page_ids: AnyIds) -> torch.Tensor:
-        if not isinstance(page_ids, torch.Tensor) or not page_ids.is_cuda:
-            require_range(host_ids(page_ids, "page_ids"), 0, self.num_pages, "page_ids", "pages")
-        return self._to_device(page_ids, "page_ids")
+    def _on_device(self, ids: AnyIds, name: str, low: int, high: int) -> torch.Tensor:
+        """Ids as a flat tensor on the pool's device; those that come from elsewhere are checked."""
+        if is_unread(ids, self.device):
+            return unread_ids(ids, name)
+        host = host_ids(ids, name)
+        require_range(host, low, high, name, name)
+        return self._staging.send(host)[0]
 
     def _packed(self, packed: Any, n: int, name: str) -> torch.Tensor:
         wanted = n * self.page_bytes
@@ -238,10 +250,9 @@ def _geometry(shape: tuple[int, int], name: str) -> tuple[int, int]:
 
 def _require_rows(rows: Any, n: int, shape: tuple[int, int], device: torch.device, name: str) -> None:
     """An ArgumentError unless some split of the dimensions gives n elements before and heads × dim behind."""
-    if not isinstance(rows, torch.Tensor) or not rows.is_floating_point():
-        raise ArgumentError(
-            f"{name}: give a tensor of floats, not {getattr(rows, 'dtype', type(rows).__name__)}"
-        )
+    if not isinstance(rows, torch.Tensor) or not rows.is_floating_point() or rows.layout != torch.strided:
+        found = f"{rows.layout} of {rows.dtype}" if isinstance(rows, torch.Tensor) else type(rows).__name__
+        raise ArgumentError(f"{name}: give a dense tensor of floats, not {found}")
     if rows.device != device:
         raise ArgumentError(f"{name} is on {rows.device} and the pool on {device}")
     width = shape[0] * shape[1]

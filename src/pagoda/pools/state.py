@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from pagoda.errors import ArgumentError, ConfigError, InvariantError
-from pagoda.pools.arguments import AnyIds, count, host_ids, number, require_ids, require_range, resolve_device
+from pagoda.pools.arguments import (
+    AnyIds,
+    count,
+    host_ids,
+    is_unread,
+    number,
+    require_range,
+    resolve_device,
+    unread_ids,
+)
 from pagoda.pools.staging import Staging
 
 __all__ = ["StatePart", "StatePool"]
+
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int64)
 
 
 class StatePart(NamedTuple):
@@ -52,6 +65,10 @@ class StatePool:
         if buffers is not None and set(buffers) != set(self.parts):
             raise ConfigError(f"buffers: give {sorted(self.parts)}, not {sorted(buffers)}")
         for name, part in self.parts.items():
+            if part.dtype not in _DTYPES:
+                raise ConfigError(
+                    f"dtype of {name}: give one of {', '.join(map(str, _DTYPES))}, not {part.dtype}"
+                )
             shape = (
                 self.num_layers,
                 self.num_rows + 1,
@@ -67,6 +84,7 @@ class StatePool:
                 )
             self.tensors[name] = buffers[name]
         self._staging = Staging(self.device) if staging is None else staging
+        self._lock = threading.Lock()
         self._at = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
 
     def layer(self, layer: int) -> dict[str, torch.Tensor]:
@@ -83,8 +101,9 @@ class StatePool:
         Errors: ArgumentError, OutOfRangeError; CaptureError for host rows on CUDA.
         """
         (index,) = self._on_device(rows=rows)
-        for name, part in self.parts.items():
-            self.tensors[name].index_fill_(1, index, part.initial)
+        with self._lock:
+            for name, part in self.parts.items():
+                self.tensors[name].index_fill_(1, index, part.initial)
 
     def copy(self, source: AnyIds, target: AnyIds) -> None:
         """Copy the states of rows to other rows, in all layers.
@@ -93,15 +112,16 @@ class StatePool:
         copied states. Errors: ArgumentError when lengths differ or a target stands twice on the host;
         OutOfRangeError; CaptureError for host rows on CUDA.
         """
-        if not _is_on_cuda(target):
+        if not is_unread(target, self.device):
             targets = host_ids(target, "target")
             if np.unique(targets).size != targets.size:
                 raise ArgumentError("target: a row stands twice")
         sources_at, targets_at = self._on_device(source=source, target=target)
         if sources_at.shape != targets_at.shape:
             raise ArgumentError(f"source has {sources_at.shape[0]} rows and target {targets_at.shape[0]}")
-        for tensor in self.tensors.values():
-            tensor.index_copy_(1, targets_at, tensor.index_select(1, sources_at))
+        with self._lock:
+            for tensor in self.tensors.values():
+                tensor.index_copy_(1, targets_at, tensor.index_select(1, sources_at))
 
     def mem_bytes(self) -> int:
         """Bytes of all parts, the padding row included. O(parts)."""
@@ -116,7 +136,7 @@ class StatePool:
     def _on_device(self, **rows: AnyIds) -> list[torch.Tensor]:
         """Rows as int64 device tensors, those on the host checked and sent in one copy."""
         given = {
-            name: require_ids(ids, self.device, name).long() for name, ids in rows.items() if _is_on_cuda(ids)
+            name: unread_ids(ids, name).long() for name, ids in rows.items() if is_unread(ids, self.device)
         }
         host = {name: host_ids(ids, name) for name, ids in rows.items() if name not in given}
         for name, ids in host.items():
@@ -124,7 +144,3 @@ class StatePool:
         if host:
             given.update(zip(host, self._staging.send(*host.values()), strict=True))
         return [given[name] for name in rows]
-
-
-def _is_on_cuda(ids: AnyIds) -> TypeGuard[torch.Tensor]:
-    return isinstance(ids, torch.Tensor) and ids.is_cuda

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -35,6 +37,7 @@ class DeviceTable:
         self.tensor = torch.zeros(self.num_rows + 1, self.num_columns, dtype=torch.int32, device=self.device)
         self._staging = Staging(self.device) if staging is None else staging
         self._address = self.tensor.data_ptr()
+        self._lock = threading.Lock()
 
     def write(self, index: npt.NDArray[np.int64], values: npt.NDArray[np.int32]) -> None:
         """Set entries index[i] = row * num_columns + column to values[i], as `TableWrites` has them.
@@ -51,7 +54,8 @@ class DeviceTable:
         require_range(index, self.num_columns, self.tensor.numel() - 1, "index", "entries of rows 1 and up")
         if index.size:
             at, new = self._staging.send(index, values)
-            self.tensor.view(-1).scatter_(0, at, new)
+            with self._lock:
+                self.tensor.view(-1).scatter_(0, at, new)
 
     def mem_bytes(self) -> int:
         """Bytes of the matrix. O(1)."""
