@@ -26,6 +26,18 @@ def host_microseconds(call: Callable[[], object], number: int = 200, repeats: in
     return statistics.median(times)
 
 
+def busy_microseconds(call: Callable[[], object], repeats: int = 15) -> float:
+    """Wall time of one call on the host while the device has some milliseconds of work before it."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10_000_000)
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) * 1e6)
+    return statistics.median(times)
+
+
 def run() -> None:
     staging = pagoda.Staging("cuda")
     array = np.arange(256, dtype=np.int32)
@@ -62,13 +74,18 @@ def run() -> None:
     def torch_tensor() -> None:
         torch.tensor(array, device="cuda")
 
+    calls: dict[str, Callable[[], object]] = {
+        "send 256 ids": lambda: staging.send(array),
+        "256 slots allocated, sent, freed": alloc,
+        "256 requests grow by a token, table pushed": step,
+        "peer: torch.tensor(ids, device='cuda')": torch_tensor,
+        "peer: reading one device integer back": read_back,
+    }
     rows_out: list[dict[str, Any]] = [
-        {"call": "send 256 ids, one copy", "host µs": host_microseconds(lambda: staging.send(array))},
-        {"call": "256 slots allocated, sent, freed", "host µs": host_microseconds(alloc)},
-        {"call": "256 requests grow by a token, table pushed", "host µs": host_microseconds(step)},
-        {"call": "peer: torch.tensor(…, device='cuda'), waits", "host µs": host_microseconds(torch_tensor)},
-        {"call": "peer: reading one device integer back", "host µs": host_microseconds(read_back)},
-        {"call": "peer: cat + sort of a million slots on the device", "host µs": host_microseconds(sort, 20)},
-    ]  # fmt: skip
+        {"call": name, "idle device, µs": host_microseconds(call), "busy device, µs": busy_microseconds(call)}
+        for name, call in calls.items()
+    ]
+    name = "peer: cat + sort of a million slots on the device"
+    rows_out.append({"call": name, "idle device, µs": host_microseconds(sort, 20)})
     table("host time of what goes to the device", rows_out)
     save("staging", rows_out)

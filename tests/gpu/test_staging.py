@@ -28,7 +28,7 @@ def send_while_the_device_sleeps(staging: Staging, num_arrays: int) -> tuple[boo
 
 
 def test_pending_copies_are_not_overwritten_and_nobody_waits():
-    staging = Staging("cuda", 16_384)  # four arrays fit
+    staging = Staging("cuda", 65_536)  # sixteen arrays fit
     send_while_the_device_sleeps(staging, 4)  # warm
     arrived, seconds = send_while_the_device_sleeps(staging, 200)
     assert arrived
@@ -36,13 +36,8 @@ def test_pending_copies_are_not_overwritten_and_nobody_waits():
 
 
 def test_that_test_catches_a_ring_that_does_not_wait(monkeypatch: pytest.MonkeyPatch):
-    def heedless(self: module.Ring, num_bytes: int) -> int:
-        self._in_flight.clear()
-        return 0
-
-    monkeypatch.setattr(module.Ring, "reserve", heedless)
-    staging = Staging("cuda", 16_384)
-    arrived, _ = send_while_the_device_sleeps(staging, 200)
+    monkeypatch.setattr(module.Ring, "is_idle", lambda self, segment: True)
+    arrived, _ = send_while_the_device_sleeps(Staging("cuda", 65_536), 200)
     assert not arrived
 
 
