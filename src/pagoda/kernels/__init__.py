@@ -9,6 +9,7 @@ reading back, so the pools check ids that they get on the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import torch
@@ -29,6 +30,13 @@ def _for(tensor: torch.Tensor) -> ModuleType:
     return fused
 
 
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device the current one, which is where Triton launches."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
 def store(
     slots: torch.Tensor,  # [n] int32 or int64
     keys: torch.Tensor,  # [..., ...] n rows of the width of k_pool's
@@ -43,7 +51,8 @@ def store(
     Values are cast to the pool's dtype; for fp8 they are divided by the scale first and saturate.
     A slot outside the pool is not written. Of rows with one slot, any one may win.
     """
-    _for(k_pool).store(slots, keys, values, k_pool, v_pool, k_scale, v_scale)
+    with _current(k_pool.device):
+        _for(k_pool).store(slots, keys, values, k_pool, v_pool, k_scale, v_scale)
 
 
 def pack(
@@ -55,11 +64,13 @@ def pack(
     where each begins, on their device. out: [n, sum of page_bytes_b] uint8: a page of every buffer
     side by side.
     """
-    _for(out).pack(page_ids, buffers, addresses, out)
+    with _current(out.device):
+        _for(out).pack(page_ids, buffers, addresses, out)
 
 
 def unpack(
     page_ids: torch.Tensor, buffers: Sequence[torch.Tensor], addresses: torch.Tensor, packed: torch.Tensor
 ) -> None:
     """Copy what `pack` gave back into pages of all buffers, in one launch. Arguments as for `pack`."""
-    _for(packed).unpack(page_ids, buffers, addresses, packed)
+    with _current(packed.device):
+        _for(packed).unpack(page_ids, buffers, addresses, packed)
