@@ -1,7 +1,5 @@
 #include "bind/arrays.hpp"
 
-#include <nanobind/stl/string.h>
-
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -18,7 +16,9 @@ PyObject* g_empty = nullptr;  // numpy.empty
 PyObject* g_int32 = nullptr;  // numpy.dtype("int32")
 PyObject* g_int64 = nullptr;
 
-// The last type that offered an exchange API: in practice torch.Tensor, looked up once.
+PyTypeObject* g_ndarray = nullptr;  // numpy.ndarray
+
+// torch.Tensor and its exchange API, once one has been seen.
 PyTypeObject* g_tensor_type = nullptr;
 const dlpack::ExchangeApi* g_tensor_api = nullptr;
 
@@ -28,21 +28,33 @@ std::string kind_of(nb::handle value) { return Py_TYPE(value.ptr())->tp_name; }
   throw BadArgument(std::string(name) + ": " + why);
 }
 
-[[noreturn]] void refuse_size(const char* name, int64_t position, int64_t value) {
-  refuse(name, "entry " + text(position) + " is " + text(value) + ", which does not fit in int32");
+// Ends a Python error that a bad argument explains; others (Ctrl-C, no memory) go on.
+void forgive() {
+  if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)) throw nb::python_error();
+  PyErr_Clear();
 }
 
+bool is_named(PyTypeObject* type, const char* module, const char* name) {
+  nb::handle handle(reinterpret_cast<PyObject*>(type));
+  nb::object found_module = nb::getattr(handle, "__module__", nb::none());
+  nb::object found_name = nb::getattr(handle, "__name__", nb::none());
+  return nb::isinstance<nb::str>(found_module) && nb::isinstance<nb::str>(found_name) &&
+         PyUnicode_CompareWithASCIIString(found_module.ptr(), module) == 0 &&
+         PyUnicode_CompareWithASCIIString(found_name.ptr(), name) == 0;
+}
+
+// The exchange API of torch.Tensor itself. A subclass may lie about its data (torch's FakeTensor
+// does) and goes the slow way.
 const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
   if (type == g_tensor_type) return g_tensor_api;
-  nb::handle handle(reinterpret_cast<PyObject*>(type));
-  if (!nb::hasattr(handle, "__dlpack_c_exchange_api__")) return nullptr;
-  nb::object capsule = handle.attr("__dlpack_c_exchange_api__");
+  if (g_tensor_type != nullptr || !is_named(type, "torch", "Tensor")) return nullptr;
+  nb::object capsule =
+      nb::getattr(nb::handle(reinterpret_cast<PyObject*>(type)), "__dlpack_c_exchange_api__", nb::none());
+  if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return nullptr;
   auto* api = static_cast<dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-  if (api == nullptr) PyErr_Clear();
   while (api != nullptr && api->major != 1) api = api->older;
   if (api == nullptr || api->tensor_from_object == nullptr) return nullptr;
-  Py_INCREF(type);  // types of tensors live as long as the process; this one must, for the cache
-  Py_XDECREF(reinterpret_cast<PyObject*>(g_tensor_type));
+  Py_INCREF(type);  // for the cache
   g_tensor_type = type;
   g_tensor_api = api;
   return api;
@@ -65,6 +77,7 @@ NewArray<T> new_array(int64_t size, PyObject* dtype) {
 
 void init_arrays() {
   nb::object numpy = nb::module_::import_("numpy");
+  g_ndarray = reinterpret_cast<PyTypeObject*>(numpy.attr("ndarray").inc_ref().ptr());
   g_empty = numpy.attr("empty").inc_ref().ptr();
   g_int32 = numpy.attr("dtype")("int32").release().ptr();
   g_int64 = numpy.attr("dtype")("int64").release().ptr();
@@ -76,25 +89,49 @@ NewArray<int64_t> new_int64(int64_t size) { return new_array<int64_t>(size, g_in
 int64_t to_int(nb::handle value, const char* name, int64_t low, int64_t high) {
   nb::object index = nb::steal(PyNumber_Index(value.ptr()));
   if (!index.is_valid()) {
-    PyErr_Clear();
+    forgive();
     refuse(name, "give an integer, not " + kind_of(value));
   }
   int overflow = 0;
   const int64_t n = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
   if (overflow != 0 || n < low || n > high) {
-    const std::string given = nb::cast<std::string>(nb::str(index));
+    const std::string given = overflow != 0 ? "one of more than 64 bits" : text(n);
     refuse(name, "give an integer from " + text(low) + " to " + text(high) + ", not " + given);
   }
   return n;
 }
 
-IdArray::IdArray(nb::handle array, const char* name) {
-  // Cheapest question first: a numpy array answers the first, a tensor the third.
-  if (PyObject_CheckBuffer(array.ptr())) {
-    from_buffer(array, name);
-  } else if (PyList_CheckExact(array.ptr()) || !(from_tensor(array, name) || from_dlpack(array, name))) {
-    from_sequence(array, name);
+std::string to_text(nb::handle value, const char* name) {
+  const char* characters = PyUnicode_Check(value.ptr()) ? PyUnicode_AsUTF8(value.ptr()) : nullptr;
+  if (characters == nullptr) {
+    if (PyErr_Occurred() != nullptr) forgive();
+    refuse(name, "give a str of valid characters");
   }
+  return characters;
+}
+
+IdArray::IdArray(nb::handle array, const char* name) : array_(array), name_(name) {
+  // Cheapest question first.
+  if (Py_TYPE(array.ptr()) == g_ndarray) {
+    source_ = Source::kBuffer;
+  } else if (PyList_CheckExact(array.ptr())) {
+    from_sequence(array);
+  } else if (exchange_api(Py_TYPE(array.ptr())) != nullptr) {
+    source_ = Source::kTensor;
+  } else if (PyObject_CheckBuffer(array.ptr())) {
+    from_buffer(array);
+    own();
+  } else if (nb::hasattr(array, "__dlpack__")) {
+    from_dlpack(array);
+  } else {
+    from_sequence(array);
+  }
+}
+
+Ids IdArray::borrow() {
+  if (source_ == Source::kBuffer) from_buffer(array_);
+  if (source_ == Source::kTensor) from_tensor(array_);
+  return {data_, size_};
 }
 
 int32_t* IdArray::room_for(int64_t size) {
@@ -103,96 +140,108 @@ int32_t* IdArray::room_for(int64_t size) {
   return many_.data();
 }
 
-void IdArray::narrow(const int64_t* data, const char* name) {
+void IdArray::own() {
+  if (data_ == few_ || data_ == many_.data()) return;
+  int32_t* entries = room_for(size_);
+  std::copy_n(data_, size_, entries);
+  data_ = entries;
+}
+
+void IdArray::narrow(const int64_t* data) {
   int32_t* narrowed = room_for(size_);
   for (int64_t i = 0; i < size_; ++i) {
     narrowed[i] = static_cast<int32_t>(data[i]);
-    if (narrowed[i] != data[i]) refuse_size(name, i, data[i]);
+    if (narrowed[i] != data[i]) {
+      refuse(name_, "entry " + text(i) + " is " + text(data[i]) + ", which does not fit in int32");
+    }
   }
   data_ = narrowed;
 }
 
-bool IdArray::from_tensor(nb::handle array, const char* name) {
-  const dlpack::ExchangeApi* api = exchange_api(Py_TYPE(array.ptr()));
-  if (api == nullptr) return false;
+void IdArray::from_tensor(nb::handle array) {
   dlpack::Tensor tensor;
-  if (api->tensor_from_object(array.ptr(), &tensor) != 0) {
-    PyErr_Clear();
-    refuse(name, "this tensor cannot be read: give one that is dense and needs no gradient");
+  if (g_tensor_api->tensor_from_object(array.ptr(), &tensor) != 0) {
+    forgive();
+    refuse(name_, "this tensor cannot be read: give one that is dense and needs no gradient");
   }
   if (tensor.device_type != dlpack::kHost && tensor.device_type != dlpack::kPinnedHost) {
-    refuse(name, "the tensor is on a device; ids are read on the host: give .cpu(), which waits for the device");
+    refuse(name_, "the tensor is on a device; ids are read on the host: give .cpu(), which waits for the device");
   }
-  if (tensor.ndim != 1) refuse(name, "give one dimension, not " + text(tensor.ndim));
-  size_ = tensor.shape[0];
-  if (size_ > 1 && tensor.strides != nullptr && tensor.strides[0] != 1)
-    refuse(name, "not contiguous: give .contiguous()");
+  if (tensor.ndim != 1) refuse(name_, "give one dimension, not " + text(tensor.ndim));
   if (tensor.type_code != dlpack::kSigned || tensor.type_lanes != 1 ||
       (tensor.type_bits != 32 && tensor.type_bits != 64)) {
-    refuse(name, "give int32 or int64");
+    refuse(name_, "give int32 or int64");
   }
-  const char* data = static_cast<const char*>(tensor.data) + (size_ > 0 ? tensor.byte_offset : 0);
+  size_ = tensor.shape[0];
+  if (size_ == 0) return;
+  if (size_ > 1 && tensor.strides != nullptr && tensor.strides[0] != 1) {
+    refuse(name_, "not contiguous: give .contiguous()");
+  }
+  if (tensor.data == nullptr) refuse(name_, "this tensor has no storage");
+  const char* data = static_cast<const char*>(tensor.data) + tensor.byte_offset;
   if (tensor.type_bits == 32) {
     data_ = reinterpret_cast<const int32_t*>(data);
   } else {
-    narrow(reinterpret_cast<const int64_t*>(data), name);
+    narrow(reinterpret_cast<const int64_t*>(data));
   }
-  return true;
 }
 
-// A tensor of a library without the exchange API.
-bool IdArray::from_dlpack(nb::handle array, const char* name) {
-  if (!nb::hasattr(array, "__dlpack__")) return false;
+// A tensor of another library, or a subclass of torch's.
+void IdArray::from_dlpack(nb::handle array) {
   nb::object from_dlpack = nb::module_::import_("numpy").attr("from_dlpack");
-  keep_ = nb::steal(PyObject_CallOneArg(from_dlpack.ptr(), array.ptr()));
-  if (!keep_.is_valid()) {
-    PyErr_Clear();
-    refuse(name, "this " + kind_of(array) + " cannot be read on the host: give .cpu(), which waits for the device");
+  nb::object view = nb::steal(PyObject_CallOneArg(from_dlpack.ptr(), array.ptr()));
+  if (!view.is_valid()) {
+    forgive();
+    refuse(name_, "this " + kind_of(array) + " cannot be read on the host: give .cpu(), which waits for the device");
   }
-  from_buffer(keep_, name);
-  return true;
+  from_buffer(view);
+  own();
 }
 
-void IdArray::from_buffer(nb::handle array, const char* name) {
+void IdArray::from_buffer(nb::handle array) {
   Py_buffer& buffer = buffer_.view;
   if (PyObject_GetBuffer(array.ptr(), &buffer, PyBUF_FORMAT | PyBUF_ND | PyBUF_STRIDES) != 0) {
-    PyErr_Clear();
-    refuse(name, "this " + kind_of(array) + " cannot be read as an array");
+    forgive();
+    refuse(name_, "this " + kind_of(array) + " cannot be read as an array");
   }
-  if (buffer.ndim != 1) refuse(name, "give one dimension, not " + text(buffer.ndim));
+  if (buffer.ndim != 1) refuse(name_, "give one dimension, not " + text(buffer.ndim));
   size_ = buffer.shape[0];
   const char* format = buffer.format == nullptr ? "B" : buffer.format;
   if (*format == '=' || *format == '<' || *format == '@') ++format;  // byte orders that are ours
-  const bool is_signed = std::strchr("ilq", format[0]) != nullptr && format[0] != '\0' && format[1] == '\0';
+  const bool is_signed = format[0] != '\0' && std::strchr("ilq", format[0]) != nullptr && format[1] == '\0';
   if (!is_signed || (buffer.itemsize != 4 && buffer.itemsize != 8)) {
     if (size_ == 0 && format[0] == 'd') return;  // numpy.array([])
-    refuse(name, "give int32 or int64, not numpy format '" + std::string(format) + "'");
+    refuse(name_, "give int32 or int64, not numpy format '" + std::string(format) + "'");
   }
-  if (size_ > 1 && buffer.strides[0] != buffer.itemsize)
-    refuse(name, "not contiguous: give numpy.ascontiguousarray(...)");
+  if (size_ > 1 && buffer.strides[0] != buffer.itemsize) {
+    refuse(name_, "not contiguous: give numpy.ascontiguousarray(...)");
+  }
+  if (reinterpret_cast<uintptr_t>(buffer.buf) % static_cast<uintptr_t>(buffer.itemsize) != 0) {
+    refuse(name_, "not aligned to its dtype: give a copy");
+  }
   if (buffer.itemsize == 4) {
     data_ = static_cast<const int32_t*>(buffer.buf);
   } else {
-    narrow(static_cast<const int64_t*>(buffer.buf), name);
+    narrow(static_cast<const int64_t*>(buffer.buf));
   }
 }
 
-void IdArray::from_sequence(nb::handle array, const char* name) {
+void IdArray::from_sequence(nb::handle array) {
   if (PyUnicode_Check(array.ptr()) || PyDict_Check(array.ptr())) {
-    refuse(name, "give an array of ids, not " + kind_of(array));
+    refuse(name_, "give an array of ids, not " + kind_of(array));
   }
   nb::object items = nb::steal(PySequence_Fast(array.ptr(), ""));
   if (!items.is_valid()) {
-    PyErr_Clear();
-    refuse(name, "give an array of ids (numpy, torch on the CPU, or a list), not " + kind_of(array));
+    forgive();
+    refuse(name_, "give an array of ids (numpy, torch on the CPU, or a list), not " + kind_of(array));
   }
-  int32_t* entries = room_for(PySequence_Fast_GET_SIZE(items.ptr()));
   const int64_t size = PySequence_Fast_GET_SIZE(items.ptr());
+  int32_t* entries = room_for(size);
   constexpr int64_t low = std::numeric_limits<int32_t>::min(), high = std::numeric_limits<int32_t>::max();
   // An item's __index__ may run Python that shortens the list: the size is asked for each time.
   for (size_ = 0; size_ < std::min<int64_t>(size, PySequence_Fast_GET_SIZE(items.ptr())); ++size_) {
     nb::object item = nb::borrow(PySequence_Fast_GET_ITEM(items.ptr(), size_));
-    entries[size_] = static_cast<int32_t>(to_int(item, name, low, high));
+    entries[size_] = static_cast<int32_t>(to_int(item, name_, low, high));
   }
   data_ = entries;
 }

@@ -8,6 +8,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "core/free_list.hpp"
@@ -27,26 +28,35 @@ struct Buffer {
   Py_buffer view{};
 };
 
-// A borrowed view of an argument, valid while this object and the argument live.
+// An array argument, read in two steps. Construction does whatever may run Python (an item's
+// __index__, a foreign __dlpack__) and copies the result; numpy arrays and torch tensors it only
+// recognises. `borrow` then looks into those, without running Python: memory that one argument
+// points to cannot be freed by the reading of another. So: construct all, then borrow all.
 class IdArray {
  public:
   IdArray(nb::handle array, const char* name);
 
-  Ids ids() const { return {data_, size_}; }
+  // Valid while this object and the argument live and no Python runs.
+  Ids borrow();
 
  private:
-  bool from_tensor(nb::handle array, const char* name);
-  bool from_dlpack(nb::handle array, const char* name);
-  void from_buffer(nb::handle array, const char* name);
-  void from_sequence(nb::handle array, const char* name);
-  void narrow(const int64_t* data, const char* name);
+  enum class Source { kOwned, kBuffer, kTensor };
+
+  void from_buffer(nb::handle array);
+  void from_tensor(nb::handle array);
+  void from_dlpack(nb::handle array);
+  void from_sequence(nb::handle array);
+  void own();
+  void narrow(const int64_t* data);
   int32_t* room_for(int64_t size);
 
+  nb::handle array_;
+  const char* name_;
+  Source source_ = Source::kOwned;
   const int32_t* data_ = nullptr;
   int64_t size_ = 0;
   int32_t few_[32];            // entries that had to be copied, where they are few
   std::vector<int32_t> many_;  // and where they are not
-  nb::object keep_;            // a numpy view made on the way, where the tensor's library has no fast path
   Buffer buffer_;
 };
 
@@ -63,7 +73,11 @@ auto to_config(Read read) {
   }
 }
 
-// A fresh one-dimensional numpy array and where its data lies.
+// A str argument, or an ArgumentError that names it.
+std::string to_text(nb::handle value, const char* name);
+
+// A fresh one-dimensional numpy array and where its data lies. Making one runs no Python: neither
+// numpy arrays nor integers are tracked by the garbage collector.
 template <typename T>
 struct NewArray {
   nb::object array;

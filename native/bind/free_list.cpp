@@ -8,9 +8,8 @@
 #include "bind/arrays.hpp"
 #include "bind/module.hpp"
 
-// Calls are serialised by the interpreter's lock: between the first change of a call and its end
-// no Python runs. Allocating a result may run some (the garbage collector), which may change the
-// list: a plan made before is made again then.
+// Calls are serialised by the interpreter's lock: arguments are read and results made first, and from
+// then on no Python runs until the call is done.
 
 namespace pagoda::bind {
 
@@ -30,8 +29,7 @@ void construct(FreeList* self, nb::handle num_ids, nb::handle first_id, nb::hand
   to_config([&] {
     const int64_t first = to_int(first_id, "first_id", 0, kMaxId);
     const int64_t n = to_int(num_ids, "num_ids", 0, kMaxId - first);
-    if (!nb::isinstance<nb::str>(what)) throw BadArgument("what: give a str");
-    new (self) FreeList(n, first, nb::cast<std::string>(what));
+    new (self) FreeList(n, first, to_text(what, "what"));
   });
 }
 
@@ -44,16 +42,12 @@ nb::object alloc(FreeList& self, nb::handle n) {
 }
 
 nb::object grow(FreeList& self, nb::handle old_lens, nb::handle new_lens, nb::handle last_slots, nb::handle page_size) {
-  const IdArray from(old_lens, "old_lens"), to(new_lens, "new_lens"), last(last_slots, "last_slots");
+  IdArray from(old_lens, "old_lens"), to(new_lens, "new_lens"), last(last_slots, "last_slots");
   const PageMath pages(to_int(page_size, "page_size", 1, kMaxId));
-  for (;;) {
-    const int64_t tokens = self.plan_growth(from.ids(), to.ids(), last.ids(), pages).tokens;
-    const uint64_t version = self.version();
-    auto out = new_int32(tokens);
-    if (self.version() != version) continue;
-    self.fill_growth(from.ids(), to.ids(), last.ids(), pages, out.data);
-    return out.array;
-  }
+  const Ids old_ids = from.borrow(), new_ids = to.borrow(), last_ids = last.borrow();
+  auto out = new_int32(self.plan_growth(old_ids, new_ids, last_ids, pages).tokens);
+  self.fill_growth(old_ids, new_ids, last_ids, pages, out.data);
+  return out.array;
 }
 
 int64_t id_of(nb::handle id) {
@@ -69,7 +63,8 @@ std::string repr(const FreeList& self) {
 }  // namespace
 
 void bind_free_list(nb::module_& m) {
-  nb::class_<FreeList>(m, "FreeList", R"(Hands out the ids of one id space, lowest first, and takes them back.
+  nb::class_<FreeList>(m, "FreeList", nb::is_weak_referenceable(),
+                       R"(Hands out the ids of one id space, lowest first, and takes them back.
 
 An id is free, held, or quarantined: freed under a fence that has not passed. Ids are
 ``first_id ... first_id + num_ids - 1``; id 0 is padding unless ``first_id`` is 0. `what` names
@@ -97,8 +92,8 @@ Errors: ConfigError for sizes that are negative or pass 2**31.)")
 
 Cost O(n). Errors: CapacityError when fewer are free; ArgumentError.)")
       .def(
-          "take", [](FreeList& self, nb::handle ids) { self.take(IdArray(ids, "ids").ids()); }, nb::arg("ids").none(),
-          nb::sig("def take(self, ids: IdsLike) -> None"),
+          "take", [](FreeList& self, nb::handle ids) { self.take(IdArray(ids, "ids").borrow()); },
+          nb::arg("ids").none(), nb::sig("def take(self, ids: IdsLike) -> None"),
           R"(Takes exactly these ids, which must be free. The caller holds them.
 
 Cost O(n). Errors: AlreadyHeldError when one is held or quarantined, or stands twice;
@@ -107,7 +102,7 @@ OutOfRangeError; ArgumentError.)")
           "free",
           [](FreeList& self, nb::handle ids, nb::handle fence) {
             const Fence until = to_fence(fence);
-            self.free(IdArray(ids, "ids").ids(), until);
+            self.free(IdArray(ids, "ids").borrow(), until);
           },
           nb::arg("ids").none(), nb::arg("fence").none() = nb::none(),
           nb::sig("def free(self, ids: IdsLike, fence: int | None = None) -> None"),
@@ -120,7 +115,7 @@ stands twice or is quarantined; NotHeldError for one that is free; OutOfRangeErr
           [](FreeList& self, nb::handle slots, nb::handle page_size, nb::handle fence) {
             const PageMath pages(to_int(page_size, "page_size", 1, kMaxId));
             const Fence until = to_fence(fence);
-            self.free_slots(IdArray(slots, "slots").ids(), pages, until);
+            self.free_slots(IdArray(slots, "slots").borrow(), pages, until);
           },
           nb::arg("slots").none(), nb::arg("page_size").none(), nb::arg("fence").none() = nb::none(),
           nb::sig("def free_slots(self, slots: IdsLike, page_size: int, fence: int | None = None) -> None"),

@@ -4,6 +4,7 @@
 
 NB_MODULE(_native, m) {
   using namespace pagoda::bind;
+  using pagoda::Ids;
   m.doc() = "Pagoda's native core. Public names are re-exported by the rooms of the house.";
   init_arrays();
   init_errors();
@@ -12,9 +13,10 @@ NB_MODULE(_native, m) {
   m.def(
       "sum_ids",
       [](nb::handle ids) {
-        const IdArray array(ids, "ids");
+        IdArray array(ids, "ids");
+        const Ids all = array.borrow();
         int64_t sum = 0;
-        for (int64_t i = 0; i < array.ids().size; ++i) sum += array.ids()[i];
+        for (int64_t i = 0; i < all.size; ++i) sum += all[i];
         return sum;
       },
       nb::arg("ids").none(), nb::sig("def sum_ids(ids: IdsLike, /) -> int"),

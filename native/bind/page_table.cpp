@@ -28,17 +28,11 @@ int64_t row_of(nb::handle row) {
   return to_int(row, "row", std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max());
 }
 
-// Allocating a result may run Python (the garbage collector) that changes the table: then what
-// was counted before is counted again. No Python runs between the last count and the change.
 NewArray<int32_t> copy_pages(const PageTable& self, int64_t row) {
-  for (;;) {
-    const int64_t n = self.num_pages(row);
-    const uint64_t version = self.version();
-    auto out = new_int32(n);
-    if (self.version() != version) continue;
-    std::copy_n(self.pages(row), n, out.data);
-    return out;
-  }
+  const int64_t n = self.num_pages(row);
+  auto out = new_int32(n);
+  std::copy_n(self.pages(row), n, out.data);
+  return out;
 }
 
 nb::object pages(const PageTable& self, nb::handle row) { return copy_pages(self, row_of(row)).array; }
@@ -53,34 +47,32 @@ nb::object release(PageTable& self, nb::handle row) {
 nb::tuple grow(PageTable& self, nb::handle free_list, nb::handle rows, nb::handle new_lens) {
   if (!nb::isinstance<FreeList>(free_list)) throw BadArgument("free_list: give a FreeList of pages");
   FreeList& free_pages = nb::cast<FreeList&>(free_list);
-  const IdArray who(rows, "rows"), to(new_lens, "new_lens");
-  for (;;) {
-    const FreeList::Need need = self.plan_growth(free_pages, who.ids(), to.ids());
-    const uint64_t table = self.version(), list = free_pages.version();
-    auto slots = new_int32(need.tokens);
-    auto index = new_int64(need.pages);
-    auto page_ids = new_int32(need.pages);
-    if (self.version() != table || free_pages.version() != list) continue;
-    self.fill_growth(free_pages, who.ids(), to.ids(), slots.data, index.data, page_ids.data);
-    return nb::make_tuple(slots.array, index.array, page_ids.array);
-  }
+  IdArray who(rows, "rows"), to(new_lens, "new_lens");
+  const Ids row_ids = who.borrow(), lens = to.borrow();
+  const FreeList::Need need = self.plan_growth(free_pages, row_ids, lens);
+  auto slots = new_int32(need.tokens);
+  auto index = new_int64(need.pages);
+  auto page_ids = new_int32(need.pages);
+  self.fill_growth(free_pages, row_ids, lens, slots.data, index.data, page_ids.data);
+  return nb::make_tuple(slots.array, index.array, page_ids.array);
 }
 
 nb::tuple append(PageTable& self, nb::handle row, nb::handle page_ids, nb::handle num_tokens) {
   const int64_t r = row_of(row);
-  const IdArray ids(page_ids, "page_ids");
+  IdArray array(page_ids, "page_ids");
   const int64_t tokens = to_int(num_tokens, "num_tokens", 0, kMaxId);
-  auto index = new_int64(ids.ids().size);
-  auto written = new_int32(ids.ids().size);
-  self.append(r, ids.ids(), tokens, index.data);
-  std::copy_n(ids.ids().data, ids.ids().size, written.data);
+  const Ids ids = array.borrow();
+  auto index = new_int64(ids.size);
+  auto written = new_int32(ids.size);
+  self.append(r, ids, tokens, index.data);
+  std::copy_n(ids.data, ids.size, written.data);
   return nb::make_tuple(index.array, written.array);
 }
 
 }  // namespace
 
 void bind_page_table(nb::module_& m) {
-  nb::class_<PageTable>(m, "PageTable", "The native half of pagoda.tables.PageTable.")
+  nb::class_<PageTable>(m, "PageTable", nb::is_weak_referenceable(), "The native half of pagoda.tables.PageTable.")
       .def("__init__", &construct, nb::arg("num_rows").none(), nb::arg("max_pages_per_row").none(),
            nb::arg("page_size").none(),
            nb::sig("def __init__(self, num_rows: int, max_pages_per_row: int, page_size: int) -> None"))

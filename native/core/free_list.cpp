@@ -24,8 +24,7 @@ FreeList::FreeList(int64_t num_ids, int64_t first_id, std::string what)
 }
 
 int64_t FreeList::index(int64_t id, int64_t position, const char* name) const {
-  const int64_t i = id - first_id_;
-  if (i >= 0 && i < num_ids_) return i;
+  if (id >= first_id_ && id - first_id_ < num_ids_) return id - first_id_;
   std::string message = std::string(name) + "[" + text(position) + "] = " + text(id) + " is out of range: ";
   if (num_ids_ == 0) {
     message += "this list has no " + what_;
@@ -74,7 +73,6 @@ void FreeList::alloc(int64_t n, int32_t* out) {
   require(n);
   free_.pop_smallest(n, first_id_, out);
   num_free_ -= n;
-  ++version_;
 }
 
 void FreeList::take(Ids ids) {
@@ -93,7 +91,6 @@ void FreeList::take(Ids ids) {
     throw;
   }
   num_free_ -= ids.size;
-  ++version_;
 }
 
 void FreeList::put(int64_t i, bool at_once) {
@@ -116,13 +113,12 @@ void FreeList::settle(const int32_t* ids, int64_t n, Fence fence, bool at_once) 
   if (at_once) {
     num_free_ += n;
   } else if (n > 0) {
-    if (fence_of_.empty()) fence_of_.resize(static_cast<size_t>(num_ids_));
+    if (!fence_of_) fence_of_ = LazyArray<int64_t>(num_ids_);
     auto& queue = waiting_[*fence];
     queue.insert(queue.end(), ids, ids + n);
     for (int64_t k = 0; k < n; ++k) fence_of_[ids[k] - first_id_] = *fence;
     num_quarantined_ += n;
   }
-  ++version_;
 }
 
 void FreeList::free(Ids ids, Fence fence) {
@@ -211,7 +207,6 @@ int64_t FreeList::pass_fence(int64_t fence) {
   num_quarantined_ -= n;
   num_free_ += n;
   passed_ = std::max(passed_, fence);
-  ++version_;
   return n;
 }
 
@@ -222,7 +217,6 @@ int64_t FreeList::recall(int64_t fence) {
   for (int32_t id : it->second) quarantined_.erase(id - first_id_);
   waiting_.erase(it);
   num_quarantined_ -= n;
-  ++version_;
   return n;
 }
 
@@ -301,7 +295,6 @@ void FreeList::reset() {
   num_free_ = num_ids_;
   num_quarantined_ = 0;
   passed_ = kNoFencePassed;
-  ++version_;
 }
 
 void FreeList::check() const {

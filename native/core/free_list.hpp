@@ -12,6 +12,7 @@
 
 #include "core/errors.hpp"
 #include "core/id_set.hpp"
+#include "core/lazy_array.hpp"
 #include "core/page_math.hpp"
 
 namespace pagoda {
@@ -37,9 +38,6 @@ class FreeList {
   int64_t num_quarantined() const { return num_quarantined_; }
   int64_t num_held() const { return num_ids_ - num_free_ - num_quarantined_; }
   const std::string& what() const { return what_; }
-
-  // Goes up with every call that changes something: a plan made at the same number still holds.
-  uint64_t version() const { return version_; }
 
   bool is_free(int64_t id) const;
   bool is_held(int64_t id) const;
@@ -104,13 +102,12 @@ class FreeList {
   int64_t num_free_;
   int64_t num_quarantined_ = 0;
   int64_t passed_;
-  uint64_t version_ = 0;
   IdSet free_;
   BitSet quarantined_;
   BitSet seen_;                                      // scratch of one call, empty between calls
   std::vector<int32_t> scratch_;                     // likewise
   std::map<int64_t, std::vector<int32_t>> waiting_;  // fence -> ids, in the order freed
-  std::vector<int64_t> fence_of_;                    // of a quarantined id; empty until a fence is used
+  LazyArray<int64_t> fence_of_;                      // of a quarantined id; made when a fence is used
 };
 
 }  // namespace pagoda

@@ -1,7 +1,7 @@
 // A set of integers in [0, size) that finds its smallest member in O(log64 size).
 //
 // Words of 64 bits, and above them a pyramid: bit w of a level says that word w of the level
-// below is not zero. Ten million members are five levels deep, and the upper four stay in cache.
+// below is not zero. Ten million members are four levels deep, and the upper three stay in cache.
 #pragma once
 
 #include <cstdint>

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <new>
 
 namespace pagoda {
 
@@ -11,12 +10,8 @@ PageTable::PageTable(int64_t num_rows, int64_t max_pages_per_row, int64_t page_s
       max_pages_(max_pages_per_row),
       math_(page_size),
       lens_(static_cast<size_t>(num_rows + 1), 0),
-      // calloc, not new: the system hands out zero pages and commits them when they are written.
-      entries_(static_cast<int32_t*>(
-          std::calloc(static_cast<size_t>(num_rows + 1) * static_cast<size_t>(max_pages_per_row), sizeof(int32_t)))),
-      seen_(num_rows + 1) {
-  if (!entries_) throw std::bad_alloc();
-}
+      entries_((num_rows + 1) * max_pages_per_row),
+      seen_(num_rows + 1) {}
 
 int64_t PageTable::require_row(int64_t row, int64_t position) const {
   if (row >= 1 && row <= num_rows_) return row;
@@ -80,7 +75,6 @@ void PageTable::fill_growth(FreeList& pages, Ids rows, Ids new_lens, int32_t* sl
     lens_[rows[r]] = static_cast<int32_t>(end);
     slots_out += end - begin;
   }
-  ++version_;
 }
 
 void PageTable::append(int64_t row, Ids page_ids, int64_t num_tokens, int64_t* index_out) {
@@ -98,9 +92,11 @@ void PageTable::append(int64_t row, Ids page_ids, int64_t num_tokens, int64_t* i
   require_room(row, first + page_ids.size);
   if (len + num_tokens > std::numeric_limits<int32_t>::max()) throw BadArgument("a row holds fewer than 2^31 tokens");
   for (int64_t p = 0; p < page_ids.size; ++p) {
-    if (page_ids[p] < 1) {
+    // The slots of a page are int32 too.
+    if (page_ids[p] < 1 || page_ids[p] >= std::numeric_limits<int32_t>::max() / math_.size()) {
       throw BadId{IdFault::kOutOfRange, page_ids[p], p,
-                  "page_ids[" + text(p) + "] = " + text(page_ids[p]) + " is not a page: ids begin at 1"};
+                  "page_ids[" + text(p) + "] = " + text(page_ids[p]) +
+                      " is not a page: ids begin at 1, and slots stay below 2^31"};
     }
   }
   const int64_t at = row * max_pages_ + first;
@@ -109,14 +105,12 @@ void PageTable::append(int64_t row, Ids page_ids, int64_t num_tokens, int64_t* i
     index_out[p] = at + p;
   }
   lens_[row] = static_cast<int32_t>(len + num_tokens);
-  ++version_;
 }
 
 void PageTable::release(int64_t row) {
-  int32_t* entries = entries_.get() + require_row(row, 0) * max_pages_;
+  int32_t* entries = entries_.data() + require_row(row, 0) * max_pages_;
   std::fill(entries, entries + math_.pages_for(lens_[row]), 0);
   lens_[row] = 0;
-  ++version_;
 }
 
 void PageTable::check() const {

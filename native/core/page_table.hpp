@@ -6,12 +6,11 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 #include <vector>
 
 #include "core/errors.hpp"
 #include "core/free_list.hpp"
+#include "core/lazy_array.hpp"
 
 namespace pagoda {
 
@@ -23,12 +22,10 @@ class PageTable {
   int64_t num_rows() const { return num_rows_; }
   int64_t max_pages_per_row() const { return max_pages_; }
   int64_t page_size() const { return math_.size(); }
-  // As in FreeList.
-  uint64_t version() const { return version_; }
 
   int64_t num_tokens(int64_t row) const { return lens_[require_row(row, 0)]; }
   int64_t num_pages(int64_t row) const { return math_.pages_for(num_tokens(row)); }
-  const int32_t* pages(int64_t row) const { return entries_.get() + row * max_pages_; }
+  const int32_t* pages(int64_t row) const { return entries_.data() + row * max_pages_; }
 
   // What growing these rows to new_lens takes. Throws when they cannot grow so.
   FreeList::Need plan_growth(FreeList& pages, Ids rows, Ids new_lens);
@@ -51,16 +48,11 @@ class PageTable {
   int64_t require_row(int64_t row, int64_t position) const;
   void require_room(int64_t row, int64_t num_pages) const;
 
-  struct Free {
-    void operator()(int32_t* p) const { std::free(p); }
-  };
-
   int64_t num_rows_;
   int64_t max_pages_;
   PageMath math_;
-  uint64_t version_ = 0;
   std::vector<int32_t> lens_;                   // [num_rows + 1], in tokens
-  std::unique_ptr<int32_t[], Free> entries_;    // [num_rows + 1, max_pages], 0 behind a row's end
+  LazyArray<int32_t> entries_;                  // [num_rows + 1, max_pages], 0 behind a row's end
   BitSet seen_;                                 // scratch of one call, empty between calls
   std::vector<int32_t> old_lens_, last_slots_;  // likewise
 };

@@ -54,7 +54,9 @@ class CapacityError(PagodaError, RuntimeError):
         super().__init__(what, wanted, free, total)
 
     def __str__(self) -> str:
-        return f"out of {self.what}: {self.wanted} wanted, {self.free} free of {self.total}"
+        # Python prints no integer of thousands of digits.
+        wanted = self.wanted if self.wanted < 10**18 else "more than 10^18"
+        return f"out of {self.what}: {wanted} wanted, {self.free} free of {self.total}"
 
 
 class UsageError(PagodaError):

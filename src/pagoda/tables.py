@@ -66,7 +66,9 @@ class PageTable:
     def grow(self, free_list: FreeList, rows: _native.IdsLike, new_lens: _native.IdsLike) -> Growth:
         """Grow each row to its new length, the rest of its last page first, then pages of `free_list`.
 
-        One call a step. The caller holds the new pages until it frees what `release` returns.
+        One call a step. The caller holds the new pages until it frees what `release` returns. A page
+        that ends half-used must be its row's alone: two rows of one call that share one are refused,
+        rows of different calls are not.
         Cost O(rows + new tokens). All or nothing. Errors: CapacityError when pages or the row's
         columns run out; ArgumentError for rows that stand twice or would shrink, or a half-used
         page that two rows share; OutOfRangeError; NotHeldError for a last page nobody holds.
@@ -77,9 +79,10 @@ class PageTable:
     def append(self, row: int, page_ids: _native.IdsLike, num_tokens: int) -> TableWrites:
         """Add pages that hold tokens already (a cached prefix) to a row that ends at a page boundary.
 
-        Owners of the pages stay who they are. Cost O(pages). Errors: CapacityError when the row's
-        columns run out; ArgumentError when the row ends inside a page or num_tokens do not fill
-        the pages; OutOfRangeError.
+        Owners of the pages stay who they are; if num_tokens end inside the last page, later growth
+        writes to the rest of it, so that page must be this row's alone. Cost O(pages). Errors:
+        CapacityError when the row's columns run out; ArgumentError when the row ends inside a page or
+        num_tokens do not fill the pages; OutOfRangeError.
         """
         return TableWrites(*self._native.append(row, page_ids, num_tokens))
 

@@ -192,3 +192,30 @@ def test_device_tensors_of_a_group_may_name_a_page_several_times(page_size: int)
         allocator.free(slots[1 : page_size + 2])
     assert allocator.available_size() == 6 * page_size
     allocator.check()
+
+
+def test_a_group_within_a_group_is_part_of_it(device: str) -> None:
+    allocator = allocator_of(device, 4)
+    first, second, third = (allocator.alloc_host(4) for _ in range(3))
+    with allocator.free_group():
+        allocator.free(first)
+        with allocator.free_group():
+            allocator.free(second)
+        assert allocator.available_size() == 5 * 4
+        allocator.free(third)
+        assert allocator.available_size() == 5 * 4
+    assert allocator.available_size() == 8 * 4
+    allocator.check()
+
+
+@pytest.mark.gpu
+def test_ids_of_several_streams_are_read_when_they_are_there() -> None:
+    allocator = allocator_of("cuda", 1, pages=64)
+    held = allocator.alloc(32)
+    stream, source = torch.cuda.Stream(), torch.zeros(32, dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    with allocator.free_group(), torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        source.copy_(held)
+        allocator.free(source)
+    assert allocator.available_size() == 64

@@ -8,6 +8,7 @@ import torch
 
 import pagoda
 from pagoda import CaptureError, DeviceTable, Staging, StatePart, StatePool, TokenPool
+from pagoda.kernels import fused
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +43,32 @@ def test_replays_store_through_indices_that_were_changed_in_place(dtype: torch.d
             assert torch.equal(
                 mine[4:].view(torch.uint8), theirs[4:].view(torch.uint8)
             )  # page 0 is anybody's
+
+
+def test_a_call_of_any_size_compiles_for_captures_of_any_other():
+    def variants() -> int:
+        return sum(
+            len(caches[0])
+            for kernel in (fused._store, fused._move_pages)
+            for caches in kernel.device_caches.values()
+        )
+
+    pool = pool_of()
+    many = torch.arange(4, 20, device="cuda", dtype=torch.int32)
+    k, v = torch.randn(16, 4, 32, device="cuda"), torch.randn(16, 2, 16, device="cuda")
+    pool.store(0, many, k, v)
+    out = pool.pack(many[:8])
+    compiled = variants()
+    assert compiled > 0
+    for n in (1, 2, 3, 8):
+        graph = torch.cuda.CUDAGraph()
+        slots = many[1 : n + 1]  # not aligned to 16 bytes either
+        with torch.cuda.graph(graph):
+            pool.store(1, slots, k[:n], v[:n])
+            pool.pack(slots, out[:n])
+        graph.replay()
+        assert torch.equal(pool.k_buffer[1][slots], k[:n].bfloat16())
+    assert variants() == compiled
 
 
 def test_pack_and_unpack_are_captured_with_ids_changed_in_place():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda import ArgumentError
+from pagoda import ArgumentError, FreeList, PageTable
 from pagoda._native import sum_ids
 
 VALUES = [3, -1, 2**31 - 1, -(2**31), 0]
@@ -90,7 +90,7 @@ def test_one_element_has_no_stride_that_matters(one: object):
         (torch.ones(3, dtype=torch.int32).to_sparse(), "read"),
         ([1.5], "integer"),
         ([2**31], "2147483648"),
-        ([10**30], "1000000000"),
+        ([10**5000], "more than 64 bits"),
         (["1"], "integer"),
         ([None], "integer"),
         ("12", "str"),
@@ -118,6 +118,68 @@ def test_an_error_inside_a_sequence_is_not_swallowed_into_a_crash():
     items: list[object] = []
     items += [Shrinking(items), 2, 3]
     assert sum_ids(items) == 1  # type: ignore[arg-type]
+
+
+def test_memory_that_a_later_argument_frees_is_not_read():
+    """Reading one argument may run Python that frees what another points to."""
+    lens = torch.zeros(2_000_000, dtype=torch.int32)
+    same = np.zeros(2_000_000, dtype=np.int32)
+
+    class Freeing:
+        def __index__(self) -> int:
+            lens.set_()
+            return 16
+
+    with pytest.raises(ArgumentError, match="entries"):
+        FreeList(1000).grow(lens, same, same, Freeing())  # type: ignore[arg-type]
+    table, ids = PageTable(2, 8, 16), torch.ones(2_000_000, dtype=torch.int32)
+
+    class Other:
+        def __index__(self) -> int:
+            ids.set_()
+            return 16
+
+    with pytest.raises(ArgumentError):
+        table.append(1, ids, Other())  # type: ignore[arg-type]
+
+
+def test_a_tensor_without_storage_is_refused():
+    ids = torch.arange(4, dtype=torch.int32)
+    ids.untyped_storage().resize_(0)
+    with pytest.raises(ArgumentError, match="no storage"):
+        sum_ids(ids)
+
+
+def test_a_subclass_that_has_no_data_is_refused():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.arange(4)
+    with pytest.raises(ArgumentError, match="cannot be read"):
+        sum_ids(fake)
+
+
+def test_memory_that_is_not_aligned_is_refused():
+    raw = bytes(41)
+    with pytest.raises(ArgumentError, match="aligned"):
+        sum_ids(np.frombuffer(raw, dtype=np.int32, offset=1))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, SystemExit])
+def test_errors_that_are_not_about_the_argument_go_on(error: type[BaseException]):
+    class Interrupted:
+        def __index__(self) -> int:
+            raise error
+
+    def generator() -> object:
+        yield 1
+        raise error
+
+    for argument in ([Interrupted()], generator()):
+        with pytest.raises(error):
+            sum_ids(argument)  # type: ignore[arg-type]
+    with pytest.raises(error):
+        FreeList(4).alloc(Interrupted())  # type: ignore[arg-type]
 
 
 def test_arguments_are_released_also_after_an_error():

@@ -1,5 +1,8 @@
 """FreeList, call by call."""
 
+import time
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -347,6 +350,40 @@ def test_torch_and_numpy_and_lists_are_taken_alike():
     ids.free([5])
     ids.free(range(6, 7))
     assert ids.num_free == 6
+
+
+@pytest.mark.parametrize("far", [-(2**63), 2**63 - 1, -(2**31), 2**31])
+def test_ids_far_outside_are_out_of_range(far: int):
+    ids = FreeList(5, first_id=3)
+    for call in (ids.is_free, ids.is_held):
+        with pytest.raises(OutOfRangeError):
+            call(far)
+
+
+def test_a_fence_costs_no_more_in_a_large_list():
+    """The first fenced free makes a place for every id, which must not be filled."""
+
+    def first_fenced_free(num_ids: int) -> float:
+        seconds = []
+        for _ in range(5):
+            ids = FreeList(num_ids)
+            ids.alloc(16)
+            begin = time.perf_counter()
+            ids.free([1], fence=1)
+            seconds.append(time.perf_counter() - begin)
+        return min(seconds)
+
+    assert first_fenced_free(10**7) < 100 * first_fenced_free(10**3) + 1e-3
+
+
+def test_a_name_of_broken_characters_is_refused():
+    with pytest.raises(ConfigError, match="what"):
+        FreeList(5, what="\ud800")
+
+
+def test_a_free_list_can_be_referenced_weakly():
+    ids = FreeList(5)
+    assert weakref.ref(ids)() is ids
 
 
 def test_repr_says_how_full_it_is():

@@ -122,6 +122,7 @@ def test_a_last_page_that_was_freed_is_not_grown_into():
         (1, [1], -1, ArgumentError),
         (1, [0], 4, OutOfRangeError),
         (1, [3, -1], 8, OutOfRangeError),
+        (1, [2**29], 4, OutOfRangeError),  # its slots pass int32
         (0, [1], 4, OutOfRangeError),
         (3, [1], 4, OutOfRangeError),
         (1, [1, 2, 3, 4, 5, 6], 24, CapacityError),

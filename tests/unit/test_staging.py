@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda import ConfigError, InvariantError, Staging
+from pagoda import ArgumentError, ConfigError, InvariantError, Staging
 from pagoda.pools.staging import Ring
 
 
@@ -155,6 +155,12 @@ def test_arrays_arrive_with_their_dtypes(device: str):
 def test_a_device_that_is_not_there(bad: object):
     with pytest.raises(ConfigError, match="device"):
         Staging(bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [[1], np.array([1.5]), np.ones(2, ">i4"), np.array(["x"]), torch.tensor([1])])
+def test_only_plain_integer_arrays_are_sent(device: str, bad: object):
+    with pytest.raises(ArgumentError, match="int32, int64 or uint8"):
+        Staging(device).send(np.array([1]), bad)  # type: ignore[arg-type]
 
 
 def test_a_ring_has_a_size():

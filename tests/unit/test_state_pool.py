@@ -106,6 +106,30 @@ def test_buffers_of_the_caller(device: str):
             StatePool(5, 2, PARTS, device, buffers=bad)
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        None,
+        {"a": 3},
+        {"a": ((3,), torch.float32, "x")},
+        {"a": StatePart(3, torch.float32)},  # type: ignore[arg-type]
+        {"a": StatePart((-1,), torch.float32)},
+        {"a": StatePart((3,), torch.float8_e5m2)},
+        {"a": StatePart((3,), torch.float16, 1e300)},
+        {"a": StatePart((3,), torch.int32, 1.5)},
+        {"a": StatePart((3,), "float32")},  # type: ignore[arg-type]
+    ],
+)
+def test_parts_that_cannot_be(parts: object):
+    with pytest.raises(ConfigError):
+        StatePool(5, 2, parts, "cpu")  # type: ignore[arg-type]
+
+
+def test_positions_are_a_state_too(device: str):
+    pool = StatePool(2, 1, {"position": StatePart((4,), torch.int32, -1)}, device)
+    assert pool.tensors["position"].unique().tolist() == [-1]
+
+
 def test_check_finds_a_state_that_has_moved(device: str):
     pool = pool_of(device)
     pool.check()
@@ -132,7 +156,15 @@ def test_the_device_table_follows_the_host_table(device: str):
 
 def test_bad_writes_change_nothing(device: str):
     copy = DeviceTable(4, 6, device)
-    for entries, values in (([5], [1]), ([30], [1]), ([-1], [1]), ([7, 8], [1]), ([[7]], [[1]])):
+    for entries, values in (
+        ([5], [1]),
+        ([30], [1]),
+        ([-1], [1]),
+        ([7, 8], [1]),
+        ([7.9], [1]),
+        ([7], [2**32 + 7]),
+        (["7"], [1]),
+    ):
         with pytest.raises((ArgumentError, OutOfRangeError)):
             copy.write(np.array(entries), np.array(values))
     assert not bool(copy.tensor.any())

@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 
-from pagoda import ArgumentError, ConfigError, InvariantError, OutOfRangeError, TokenPool
+from pagoda import (
+    ArgumentError,
+    ConfigError,
+    DeviceTable,
+    InvariantError,
+    OutOfRangeError,
+    StatePart,
+    StatePool,
+    TokenPool,
+)
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -197,6 +206,14 @@ def test_packing_nothing(device: str):
         ({"dtype": torch.float8_e5m2, "v_scale": [1.0, 0.0]}, "v_scale"),
         ({"dtype": torch.float8_e5m2, "v_scale": [1.0, math.inf]}, "v_scale"),
         ({"dtype": torch.float8_e5m2, "v_scale": [1.0, -2.0]}, "v_scale"),
+        ({"dtype": torch.float8_e5m2, "v_scale": [1.0, 1e-50]}, "v_scale"),  # 0 in float32
+        ({"dtype": torch.float8_e5m2, "v_scale": [1.0, 1e300]}, "v_scale"),
+        ({"dtype": torch.float8_e5m2, "v_scale": [1.0, 10**400]}, "v_scale"),
+        ({"dtype": torch.float8_e5m2, "v_scale": "11"}, "v_scale"),
+        ({"k_buffer": [1, 2]}, "k_buffer"),
+        ({"k_buffer": 3}, "k_buffer"),
+        ({"k_shape": (2**40, 2**40)}, "memory"),
+        ({"staging": "x"}, "staging"),
     ],
 )
 def test_pools_that_cannot_be(change: dict[str, object], named: str):
@@ -255,6 +272,25 @@ def test_bad_packs_change_nothing(device: str):
         with pytest.raises(ArgumentError):
             pool.unpack([1], buffer)  # type: ignore[arg-type]
     assert all(torch.equal(a, b) for a, b in zip(before, contents(pool), strict=True))
+
+
+def test_pools_made_in_inference_mode_are_written_outside_of_it(device: str):
+    with torch.inference_mode():
+        pool, table = pool_of(device), DeviceTable(2, 4, device)
+        states = StatePool(2, 1, {"s": StatePart((3,), torch.float32)}, device)
+    pool.store(0, [4], torch.ones(1, 16, device=device), torch.ones(1, 12, device=device))
+    pool.unpack([1], pool.pack([2]))
+    states.reset([1])
+    states.copy([1], [2])
+    table.write([5], [1])
+
+
+def test_the_default_device_does_not_matter(device: str):
+    with torch.device(device):
+        pool = pool_of(device)
+        pool.store(0, [4], torch.ones(1, 16), torch.ones(1, 12))
+        pool.unpack([1], pool.pack([2]))
+        assert pool_of("cpu").k_buffer[0].device.type == "cpu"
 
 
 def test_check_finds_a_buffer_that_has_moved(device: str):

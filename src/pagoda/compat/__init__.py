@@ -1,4 +1,4 @@
-"""The names of five public designs, one thin file each, over the parts of the house.
+"""The names of public designs, one thin file each, over the parts of the house.
 
 Nothing inside the house imports this; `pagoda` re-exports all of it.
 """

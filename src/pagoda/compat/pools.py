@@ -19,10 +19,10 @@ from pagoda.pools.arguments import (
     count,
     host_ids,
     is_unread,
+    layer_number,
     number,
     refuse_capture,
     require_range,
-    shares_memory,
     unread_ids,
 )
 
@@ -68,7 +68,11 @@ class KVPool:
         k_scale: Sequence[float] | None = None,
         v_scale: Sequence[float] | None = None,
     ) -> None:
-        layer_num = count(layer_num, "layer_num")
+        size, page_size, layer_num = (
+            count(size, "size", low=0),
+            count(page_size, "page_size"),
+            count(layer_num, "layer_num"),
+        )
         k_head_num, k_head_dim = count(k_head_num, "k_head_num"), count(k_head_dim, "k_head_dim")
         v_head_num = k_head_num if v_head_num is None else count(v_head_num, "v_head_num")
         v_head_dim = k_head_dim if v_head_dim is None else count(v_head_dim, "v_head_dim")
@@ -89,15 +93,24 @@ class KVPool:
         self.v_head_num, self.v_head_dim = v_head_num, v_head_dim
         self.device, self.dtype, self.pin_memory = device, dtype, pin_memory
         self.k_scale, self.v_scale = self._pool.k_scale, self._pool.v_scale
-        self.k_buffer, self.v_buffer = self._pool.k_buffer, self._pool.v_buffer
+
+    @property
+    def k_buffer(self) -> list[torch.Tensor]:
+        """The K buffers, one a layer. O(1)."""
+        return self._pool.k_buffer
+
+    @property
+    def v_buffer(self) -> list[torch.Tensor]:
+        """The V buffers, one a layer. O(1)."""
+        return self._pool.v_buffer
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """The K buffer of a layer, no copy. O(1). Errors: ArgumentError."""
-        return self.k_buffer[self._pool.require_layer(layer_id)]
+        return self.k_buffer[layer_number(layer_id, self.layer_num)]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         """The V buffer of a layer, no copy. O(1). Errors: ArgumentError."""
-        return self.v_buffer[self._pool.require_layer(layer_id)]
+        return self.v_buffer[layer_number(layer_id, self.layer_num)]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Both buffers of a layer, no copy. O(1). Errors: ArgumentError."""
@@ -128,15 +141,20 @@ class TokenToKVPoolAllocator:
     def __init__(
         self, size: int, device: torch.device | str = "cuda", page_size: int = 1, need_sort: bool = True
     ) -> None:
-        self._pages = FreeList(_num_pages(size, page_size), what="pages" if page_size > 1 else "slots")
-        if size + page_size > 2**31 - 1:
-            raise ConfigError(f"size = {size}: slots pass 2^31")
+        self.size, self.page_size = count(size, "size", low=0), count(page_size, "page_size")
+        self.device, self.need_sort = device, need_sort
+        if self.size + self.page_size > 2**31 - 1:
+            raise ConfigError("size: slots pass 2^31: give fewer")
+        what = "pages" if self.page_size > 1 else "slots"
+        self._pages = FreeList(_num_pages(self.size, self.page_size), what=what)
         self._staging = Staging(device)
-        self.size, self.page_size, self.need_sort, self.device = size, page_size, need_sort, device
         self._lock = threading.RLock()
         self._group = 0  # number of the latest free group, and the fence of what it collects
         self._group_is_open = False
-        self._group_unread: list[torch.Tensor] = []  # ids on a device, read when the group ends
+        self._group_unread: list[
+            tuple[torch.Tensor, torch.cuda.Event]
+        ] = []  # ids on a device, read at the end
+        self._group_contexts = 0  # that are entered: the outermost ends the group
 
     def available_size(self) -> int:
         """Tokens that can be allocated now, in whole pages. O(1)."""
@@ -160,10 +178,11 @@ class TokenToKVPoolAllocator:
     def alloc_extend(self, old_lens: AnyIds, new_lens: AnyIds, last_slots: AnyIds) -> torch.Tensor | None:
         """Slots for requests that each grow from an old to a new length, or None when they are not there.
 
-        Request i first fills the page of last_slots[i], the slot of its last token (ignored where
-        old_lens[i] ends a page), then whole pages. [sum(new_lens − old_lens)] int32 on `device`, request
-        after request. One call a step, all or nothing. Cost O(requests + tokens); arguments in
-        device tensors cost a synchronisation. Errors: ArgumentError for lengths that shrink or differ
+        A page that ends half-used is its request's alone: two requests of one call that name one are
+        refused, two calls are not. Request i first fills the page of last_slots[i], the slot of its last
+        token (ignored where old_lens[i] ends a page), then whole pages. [sum(new_lens − old_lens)] int32
+        on `device`, request after request. One call a step, all or nothing. Cost O(requests + tokens);
+        arguments in device tensors cost a synchronisation. Errors: ArgumentError for lengths that shrink or differ
         in number, or a last slot that does not fit; NotHeldError, OutOfRangeError; CaptureError.
         """
         refuse_capture(self._staging.device, "alloc_extend")
@@ -203,8 +222,9 @@ class TokenToKVPoolAllocator:
             device = self._staging.device
             if self._group_is_open and is_unread(indices, device):
                 refuse_capture(device, "collecting ids from a device tensor")
-                # A copy: the caller may overwrite its tensor before the group ends.
-                self._group_unread.append(unread_ids(indices, "indices").clone())
+                # A copy: the caller may overwrite its tensor before the group ends, on another stream.
+                copy = unread_ids(indices, "indices").clone()
+                self._group_unread.append((copy, torch.cuda.current_stream(device).record_event()))
             else:
                 self._free(host_ids(indices, "indices"))
 
@@ -212,11 +232,14 @@ class TokenToKVPoolAllocator:
         self._pages.free_slots(slots, self.page_size, fence=self._group if self._group_is_open else None)
 
     def free_group(self) -> _FreeGroup:
-        """A context manager: a group that begins when it is entered and ends when it is left. O(1)."""
+        """A context manager: a group that begins when it is entered and ends when it is left. O(1).
+
+        Within another one it is part of that, which ends it.
+        """
         return _FreeGroup(self)
 
     def free_group_begin(self) -> _FreeGroup:
-        """Collect what is freed from now on, until `free_group_end`. O(1).
+        """Collect what is freed from now on, by any thread, until `free_group_end`. O(1).
 
         A group that is open already goes on: one that an exception kept from ending loses nothing.
         What comes back may be used as a context manager that ends the group.
@@ -226,6 +249,17 @@ class TokenToKVPoolAllocator:
                 self._group += 1
                 self._group_is_open = True
         return _FreeGroup(self)
+
+    def _enter_group(self) -> None:
+        with self._lock:
+            self.free_group_begin()
+            self._group_contexts += 1
+
+    def _leave_group(self) -> None:
+        with self._lock:
+            self._group_contexts -= 1
+            if self._group_contexts == 0:
+                self.free_group_end()
 
     def free_group_end(self) -> None:
         """Release what the group collected, in one go. Without a group nothing happens.
@@ -238,7 +272,9 @@ class TokenToKVPoolAllocator:
                 return
             try:
                 if self._group_unread:
-                    self._free(host_ids(torch.cat(self._group_unread), "indices"))
+                    for _, written in self._group_unread:
+                        torch.cuda.current_stream(self._staging.device).wait_event(written)
+                    self._free(host_ids(torch.cat([ids for ids, _ in self._group_unread]), "indices"))
             except BaseException:
                 self._pages.recall(self._group)
                 raise
@@ -274,13 +310,13 @@ class _FreeGroup:
         self._allocator = allocator
 
     def __enter__(self) -> TokenToKVPoolAllocator:
-        self._allocator.free_group_begin()
+        self._allocator._enter_group()
         return self._allocator
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._allocator.free_group_end()
+        self._allocator._leave_group()
 
 
 class ReqToTokenPool:
@@ -298,9 +334,13 @@ class ReqToTokenPool:
         self._staging = Staging(device)
         self.device = device
         self._table = DeviceTable(self.size, self.max_context_len, device, self._staging)
-        self.req_to_token = self._table.tensor
         self._rows = FreeList(self.size, what="rows")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+
+    @property
+    def req_to_token(self) -> torch.Tensor:
+        """The matrix, int32 [max_reqs + 1, max_context_len]; it never moves. O(1)."""
+        return self._table.tensor
 
     def available_size(self) -> int:
         """Rows that can be allocated now. O(1)."""
@@ -326,8 +366,9 @@ class ReqToTokenPool:
     def write(self, index: tuple[Any, Any], values: Any) -> None:
         """Write slots at (row, slice(a, b)), or at (rows, positions) for one entry each of many rows.
 
-        Values may lie on the host or on the device; neither costs a synchronisation. Cost: one launch,
-        and one staged copy for what lies on the host. Errors: ArgumentError for an index of another
+        Values may lie on the host or on the device; neither costs a synchronisation. Rows and positions
+        in a device tensor must be valid, since looking at them would wait. Cost: one launch, and a
+        staged copy for each argument that lies on the host. Errors: ArgumentError for an index of another
         form, values of another length or float values; OutOfRangeError for rows and positions on the
         host; CaptureError for host values on CUDA.
         """
@@ -344,10 +385,8 @@ class ReqToTokenPool:
         if at.size != 1:
             raise ArgumentError("index: a slice goes with one row")
         require_range(at, 0, self.size, "row", "rows")
-        begin, end, step = self._bounds(where)
-        if step != 1:
-            raise ArgumentError("index: give a slice without a step")
-        new = self._values(values, "values")
+        begin, end = self._bounds(where)
+        new = self._values(values)
         if new.numel() != end - begin:
             raise ArgumentError(
                 f"values: give {end - begin} slots for positions {begin} to {end}, not {new.numel()}"
@@ -355,39 +394,34 @@ class ReqToTokenPool:
         with self._lock:
             self.req_to_token[int(at[0]), begin:end] = new
 
-    def _bounds(self, where: slice) -> tuple[int, int, int]:
-        bounds = [
-            0 if where.start is None else where.start,
-            self.max_context_len if where.stop is None else where.stop,
-        ]
-        begin, end = (number(bound, "position") for bound in bounds)
+    def _bounds(self, where: slice) -> tuple[int, int]:
+        begin = number(0 if where.start is None else where.start, "position")
+        end = number(self.max_context_len if where.stop is None else where.stop, "position")
+        if number(1 if where.step is None else where.step, "step") != 1:
+            raise ArgumentError("index: give a slice without a step")
         if end > self.max_context_len or begin > end:
-            raise ArgumentError(f"index: positions {begin} to {end} are not in 0 to {self.max_context_len}")
-        return begin, end, 1 if where.step is None else where.step
+            raise ArgumentError(
+                f"index: the slice leaves positions 0 to {self.max_context_len}, or ends before it begins"
+            )
+        return begin, end
 
     def _write_entries(self, rows: Any, positions: Any, values: Any) -> None:
-        for ids, name, high in (
-            (rows, "rows", self.size),
-            (positions, "positions", self.max_context_len - 1),
-        ):
-            if not is_unread(ids, self._staging.device):
-                require_range(host_ids(ids, name), 0, high, name, name)
-        index = (self._values(rows, "rows").long(), self._values(positions, "positions").long())
-        new = self._values(values, "values")
-        sizes = [len(index[0]), len(index[1]), len(new)]
+        where = (
+            self._staging.send_ids(rows, "rows", 0, self.size).long(),
+            self._staging.send_ids(positions, "positions", 0, self.max_context_len - 1).long(),
+        )
+        new = self._values(values)
+        sizes = [len(where[0]), len(where[1]), len(new)]
         if any(size not in (1, max(sizes)) for size in sizes):
             raise ArgumentError(f"rows, positions and values: {sizes} entries do not fit together")
         with self._lock:
-            self.req_to_token.index_put_(index, new)
+            self.req_to_token.index_put_(where, new)
 
-    def _values(self, values: Any, name: str) -> torch.Tensor:
-        """Ids as a flat int32 tensor on the pool's device; those on the host are checked to fit."""
-        if is_unread(values, self._staging.device):
-            new = unread_ids(values, name).to(torch.int32)
-            return new.clone() if shares_memory(new, self.req_to_token) else new
-        host = host_ids(values, name)
-        require_range(host, -(2**31), 2**31 - 1, name, "int32 values")
-        return self._staging.send(host.astype(np.int32))[0]
+    def _values(self, values: Any) -> torch.Tensor:
+        new = self._staging.send_ids(values, "values", -(2**31), 2**31 - 1).to(torch.int32)
+        # A view of the matrix itself is read before it is written.
+        is_own = new.untyped_storage().data_ptr() == self.req_to_token.untyped_storage().data_ptr()
+        return new.clone() if is_own else new
 
     def clear(self) -> None:
         """Make every row free; what was written stays. O(rows / 64)."""
@@ -436,9 +470,17 @@ class GDNPool:
             "conv": StatePart((self.conv_dim, self.conv_kernel_size - 1), dtype),
         }
         self._pool = StatePool(self.max_reqs + self.max_track_slots, self.num_gdn_layers, parts, device)
-        self.recurrent_state = self._pool.tensors["recurrent"]
-        self.conv_state = self._pool.tensors["conv"]
         self._tracks = FreeList(self.max_track_slots, first_id=self.max_reqs + 1, what="track slots")
+
+    @property
+    def recurrent_state(self) -> torch.Tensor:
+        """The recurrent states of all layers; they never move. O(1)."""
+        return self._pool.tensors["recurrent"]
+
+    @property
+    def conv_state(self) -> torch.Tensor:
+        """The convolution states of all layers; they never move. O(1)."""
+        return self._pool.tensors["conv"]
 
     def get_layer_state(self, gdn_layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of a layer's recurrent and convolution states. O(1). Errors: ArgumentError."""

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from pagoda.errors import InvariantError
+from pagoda.errors import CapacityError, InvariantError
 from pagoda.ids import FreeList
 from pagoda.pools.arguments import count
 
@@ -36,9 +36,10 @@ class SlotAllocator:
     def alloc(self) -> int:
         """The lowest free slot, its version raised by one; −1 when all are taken. O(1)."""
         with self._lock:
-            if not self._slots.num_free:
+            try:
+                slot = int(self._slots.alloc(1)[0])
+            except CapacityError:
                 return -1
-            slot = int(self._slots.alloc(1)[0])
             self._versions[slot] += 1
             return slot
 

@@ -16,8 +16,9 @@ import torch
 
 from pagoda.errors import ConfigError
 from pagoda.kernels import reference
+from pagoda.kernels.reference import FP8_DTYPES
 
-__all__ = ["pack", "store", "unpack"]
+__all__ = ["FP8_DTYPES", "pack", "store", "unpack"]
 
 
 def _for(tensor: torch.Tensor) -> ModuleType:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.kernels.reference import FP8
+from pagoda.kernels.reference import FP8_DTYPES
 
 __all__ = ["pack", "store", "unpack"]
 
@@ -89,7 +89,11 @@ def _store_rows(
         tl.store(to, x.to(pool.dtype.element_ty), mask=is_slot[:, None] & is_column)
 
 
-@triton.jit
+# Batch sizes make no variants: what a call of any size compiled serves a capture of any other.
+@triton.jit(
+    do_not_specialize=["num_rows", "num_slots", "k_inner", "v_inner"],
+    do_not_specialize_on_alignment=["slots"],
+)
 def _store(
     slots,
     num_rows,
@@ -172,7 +176,7 @@ def _strided(rows: torch.Tensor, num_rows: int, width: int) -> tuple[torch.Tenso
     return rows, [inner[0], outer_stride, inner[1], head_stride, dim[1]], [width, dim[0], len(batch) < 2]
 
 
-_READABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *FP8)
+_READABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *FP8_DTYPES)
 # dtype: mantissa bits, exponent bias, integer of its size.
 _NARROW = {
     torch.bfloat16: (7, 127, torch.uint16),
@@ -191,7 +195,9 @@ def _spelled_out(dtype: torch.dtype, device: torch.device) -> tuple[int, int, to
     """Mantissa, bias and storage type where the cast to `dtype` is made of integers, else zeros."""
     if dtype not in _NARROW:
         return 0, 0, dtype
-    if device.type == "cuda" and (dtype not in FP8 or torch.cuda.get_device_capability(device) >= (8, 9)):
+    if device.type == "cuda" and (
+        dtype not in FP8_DTYPES or torch.cuda.get_device_capability(device) >= (8, 9)
+    ):
         return 0, 0, dtype
     return _NARROW[dtype]
 
@@ -223,7 +229,7 @@ def store(
     else:
         v_width, num_sides = v_pool.shape[1] * v_pool.shape[2], 2
         v_rows, v_strides, v_shape = _strided(_plain(values), num_rows, v_width)
-    fp8_max = torch.finfo(k_pool.dtype).max if k_pool.dtype in FP8 else 0.0
+    fp8_max = torch.finfo(k_pool.dtype).max if k_pool.dtype in FP8_DTYPES else 0.0
     mantissa, bias, bits = _spelled_out(k_pool.dtype, k_pool.device)
     rows, block, num_warps = _shape_of_work(max(k_width, v_width), k_pool.element_size())
     grid = (triton.cdiv(num_rows, rows), num_sides)
@@ -236,7 +242,7 @@ def store(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pages", "num_rows"], do_not_specialize_on_alignment=["page_ids"])
 def _move_pages(
     page_ids,
     addresses,
@@ -260,12 +266,12 @@ def _move_pages(
     page = tl.load(page_ids + row).to(tl.int64)
     side = buffer % NUM_SIDES
     size = tl.where(side == 0, K_SIZE, V_SIZE)
-    begin = (buffer // NUM_SIDES) * (K_SIZE + V_SIZE) + side * K_SIZE
+    begin = (buffer // NUM_SIDES).to(tl.int64) * (K_SIZE + V_SIZE) + side * K_SIZE
     element: tl.constexpr = packed.dtype.element_ty
     pool = tl.load(addresses + buffer).to(tl.pointer_type(element))
     pool = tl.multiple_of(pool + page * size, ALIGN)
     record_at = tl.multiple_of(packed + row.to(tl.int64) * record + begin, ALIGN)
-    at = block * BLOCK + tl.arange(0, BLOCK)
+    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < tl.where((page >= 0) & (page < num_pages), size, 0)
     if INTO_POOL:
         tl.store(pool + at, tl.load(record_at + at, mask=mask), mask=mask)

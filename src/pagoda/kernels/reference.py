@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["cast", "pack", "store", "unpack"]
+__all__ = ["FP8_DTYPES", "cast", "pack", "store", "unpack"]
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
@@ -17,7 +17,7 @@ def cast(values: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor
     fp8: divided by the scale in float32 and saturated at the largest finite value, where torch's
     own cast gives NaN or infinity. NaN stays NaN. float64 goes through float32, as torch does it.
     """
-    if dtype in FP8:
+    if dtype in FP8_DTYPES:
         top = torch.finfo(dtype).max
         return (values.to(torch.float32) / scale).clamp(-top, top).to(dtype)
     if values.dtype == torch.float64 and dtype != torch.float64:

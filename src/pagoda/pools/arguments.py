@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeGuard
@@ -15,13 +16,15 @@ from pagoda.errors import ArgumentError, CaptureError, ConfigError, OutOfRangeEr
 __all__ = [
     "AnyIds",
     "count",
+    "filled",
     "host_ids",
     "is_unread",
+    "layer_number",
     "number",
     "refuse_capture",
+    "require_buffer",
     "require_range",
     "resolve_device",
-    "shares_memory",
     "unread_ids",
 ]
 
@@ -51,12 +54,12 @@ def resolve_device(device: torch.device | str) -> torch.device:
 
 def _integer(value: Any, name: str, low: int, error: type[ConfigError] | type[ArgumentError]) -> int:
     try:
-        number = operator.index(value)
+        integer = operator.index(value)
     except TypeError:
         raise error(f"{name}: give an integer, not {type(value).__name__}") from None
-    if number < low:
-        raise error(f"{name} = {number}: give {low} or more")
-    return number
+    if integer < low:
+        raise error(f"{name}: give {low} or more, not {max(integer, -(10**18))}")
+    return integer
 
 
 def count(value: Any, name: str, low: int = 1) -> int:
@@ -69,12 +72,55 @@ def number(value: Any, name: str) -> int:
     return _integer(value, name, 0, ArgumentError)
 
 
+def layer_number(layer: Any, num_layers: int) -> int:
+    """The number of a layer, or an ArgumentError."""
+    at = number(layer, "layer")
+    if at >= num_layers:
+        raise ArgumentError(f"layer: this pool has layers 0 to {num_layers - 1}, not {min(at, 10**18)}")
+    return at
+
+
+def filled(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, value: float = 0.0, pinned: bool = False
+) -> torch.Tensor:
+    """A tensor of one value, made to stay. Errors: ConfigError for more bytes than there are addresses."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes >= 2**62:
+        raise ConfigError(
+            f"a tensor of shape {tuple(min(size, 10**18) for size in shape)} has no place in memory"
+        )
+    # Also where pools are made under inference_mode they are written outside of it.
+    with torch.inference_mode(False):
+        if value == 0:  # bytes, because zeros of fp8 are not everywhere
+            flat = torch.zeros(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+            return flat.view(dtype).view(*shape)
+        return torch.full(tuple(shape), value, dtype=dtype, device=device)
+
+
+def require_buffer(
+    buffer: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str
+) -> None:
+    """A ConfigError unless a caller's buffer is a tensor that a pool can use as it is."""
+    if not isinstance(buffer, torch.Tensor):
+        raise ConfigError(f"{name}: give a tensor, not {type(buffer).__name__}")
+    found = (tuple(buffer.shape), buffer.dtype, buffer.device)
+    if found != (shape, dtype, device):
+        raise ConfigError(f"{name} is {found}, not {(shape, dtype, device)}")
+    if buffer.layout != torch.strided or not buffer.is_contiguous() or buffer.data_ptr() % 16:
+        raise ConfigError(f"{name} is not contiguous, or does not begin at a multiple of 16 bytes")
+
+
 def refuse_capture(device: torch.device, call: str) -> None:
     """A CaptureError while the current stream of a CUDA device is being captured."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise CaptureError(
-            f"{call} makes a device tensor, and the stream is being captured: call it before the capture"
-        )
+    if device.type != "cuda":
+        return
+    if device.index == torch.cuda.current_device():
+        is_capturing = torch.cuda.is_current_stream_capturing()
+    else:
+        with torch.cuda.device(device):
+            is_capturing = torch.cuda.is_current_stream_capturing()
+    if is_capturing:
+        raise CaptureError(f"{call} makes a device tensor, and the stream is being captured: call it before")
 
 
 def host_ids(ids: AnyIds, name: str) -> npt.NDArray[np.int64]:
@@ -83,7 +129,9 @@ def host_ids(ids: AnyIds, name: str) -> npt.NDArray[np.int64]:
         _require_readable(ids, name)
         if ids.is_cuda:
             refuse_capture(ids.device, f"{name}, read from a device tensor,")
-        array = ids.detach().cpu().numpy()
+        if ids.numel() == 0:
+            return np.zeros(0, dtype=np.int64)
+        array = ids.detach().cpu().resolve_neg().numpy()
     else:
         try:
             array = np.asarray(ids)
@@ -115,14 +163,7 @@ def is_unread(ids: object, device: torch.device) -> TypeGuard[torch.Tensor]:
 def unread_ids(ids: torch.Tensor, name: str) -> torch.Tensor:
     """A device tensor of ids as one run: [n] int32 or int64, contiguous."""
     _require_readable(ids, name)
-    return ids.detach().reshape(-1).contiguous()
-
-
-def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors lie in one allocation."""
-    return (
-        one.device == other.device and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    )
+    return ids.detach().resolve_neg().reshape(-1).contiguous()
 
 
 def _require_readable(ids: torch.Tensor, name: str) -> None:

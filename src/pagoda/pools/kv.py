@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from pagoda import kernels
@@ -14,20 +16,17 @@ from pagoda.errors import ArgumentError, ConfigError, InvariantError
 from pagoda.pools.arguments import (
     AnyIds,
     count,
-    host_ids,
-    is_unread,
-    number,
+    filled,
+    layer_number,
     refuse_capture,
-    require_range,
+    require_buffer,
     resolve_device,
-    unread_ids,
 )
-from pagoda.pools.staging import Staging
+from pagoda.pools.staging import Staging, staging_of
 
-__all__ = ["DTYPES", "FP8_DTYPES", "TokenPool"]
+__all__ = ["TokenPool"]
 
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, *FP8_DTYPES)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, *kernels.FP8_DTYPES)
 
 
 class TokenPool:
@@ -81,33 +80,36 @@ class TokenPool:
         self.v_buffer = (
             [] if self.v_shape is None else self._buffers(self.v_shape, v_buffer, "v_buffer", pinned)
         )
-        self._staging = Staging(self.device) if staging is None else staging
+        self._staging = staging_of(self.device, staging)
         # K, V, K, V, ...: every buffer as bytes by page, and where it begins.
         sides = [self.k_buffer, self.v_buffer] if self.v_buffer else [self.k_buffer]
-        self._pages = [
-            side.view(self.num_pages + 1, -1).view(torch.uint8)
-            for pair in zip(*sides, strict=True)
-            for side in pair
-        ]
+        with torch.inference_mode(False):
+            self._pages = [
+                side.view(self.num_pages + 1, -1).view(torch.uint8)
+                for pair in zip(*sides, strict=True)
+                for side in pair
+            ]
         self._addresses = torch.tensor(
             [b.data_ptr() for b in self._pages], dtype=torch.int64, device=self.device
         )
         self._at = [buffer.data_ptr() for buffer in (*self.k_buffer, *self.v_buffer)]
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def _scales(self, scales: Sequence[float] | None, name: str) -> list[float]:
         if scales is None:
             return [1.0] * self.num_layers
-        if self.dtype not in FP8_DTYPES:
+        if self.dtype not in kernels.FP8_DTYPES:
             raise ConfigError(f"{name}: only fp8 pools have scales, not {self.dtype}")
         try:
-            values = [float(scale) for scale in scales]
-        except (TypeError, ValueError):
-            raise ConfigError(f"{name}: give one number a layer, not {scales!r}") from None
+            values = [float(operator.truediv(scale, 1)) for scale in scales]  # numbers, not their text
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(f"{name}: give one number a layer") from None
         if len(values) != self.num_layers:
             raise ConfigError(f"{name} has {len(values)} entries for {self.num_layers} layers")
-        if any(not math.isfinite(value) or value <= 0 for value in values):
-            raise ConfigError(f"{name}: scales are finite and above 0, not {values}")
+        with np.errstate(over="ignore"):
+            used = np.array(values).astype(np.float32)  # what kernels divide by
+        if not np.isfinite(used).all() or not (used > 0).all():
+            raise ConfigError(f"{name}: scales are finite and above 0 in float32, not {values}")
         return values
 
     def _buffers(
@@ -115,26 +117,12 @@ class TokenPool:
     ) -> list[torch.Tensor]:
         whole = (self.num_slots, *shape)
         if given is None:
-            # Bytes, because zeros of fp8 are not everywhere; zeros, because padding is read too.
-            num_bytes = math.prod(whole) * self.dtype.itemsize
-            return [
-                torch.zeros(num_bytes, dtype=torch.uint8, device=self.device, pin_memory=pinned)
-                .view(self.dtype)
-                .view(whole)
-                for _ in range(self.num_layers)
-            ]
-        buffers = list(given)
-        if len(buffers) != self.num_layers:
-            raise ConfigError(f"{name} has {len(buffers)} tensors for {self.num_layers} layers")
-        for layer, buffer in enumerate(buffers):
-            found = (tuple(buffer.shape), buffer.dtype, buffer.device)
-            if found != (whole, self.dtype, self.device):
-                raise ConfigError(f"{name}[{layer}] is {found}, not {(whole, self.dtype, self.device)}")
-            if not buffer.is_contiguous() or buffer.data_ptr() % 16:
-                raise ConfigError(
-                    f"{name}[{layer}] is not contiguous, or does not begin at a multiple of 16 bytes"
-                )
-        return buffers
+            return [filled(whole, self.dtype, self.device, pinned=pinned) for _ in range(self.num_layers)]
+        if not isinstance(given, (list, tuple)) or len(given) != self.num_layers:
+            raise ConfigError(f"{name}: give a list of {self.num_layers} tensors, one a layer")
+        for layer, buffer in enumerate(given):
+            require_buffer(buffer, whole, self.dtype, self.device, f"{name}[{layer}]")
+        return list(given)
 
     @property
     def page_bytes(self) -> int:
@@ -159,8 +147,8 @@ class TokenPool:
         out of range in it are not written. Errors: ArgumentError, OutOfRangeError; CaptureError for
         host slots on CUDA.
         """
-        at = self.require_layer(layer)
-        on_device = self._on_device(slots, "slots", -1, self.num_slots - 1)
+        at = layer_number(layer, self.num_layers)
+        on_device = self._staging.send_ids(slots, "slots", -1, self.num_slots - 1)
         n = on_device.shape[0]
         _require_rows(keys, n, self.k_shape, self.device, "keys")
         v_pool = None
@@ -185,7 +173,7 @@ class TokenPool:
         Errors: ArgumentError; OutOfRangeError for ids on the host; CaptureError when something has
         to be made inside a capture.
         """
-        ids = self._on_device(page_ids, "page_ids", 0, self.num_pages)
+        ids = self._staging.send_ids(page_ids, "page_ids", 0, self.num_pages)
         if out is None:
             refuse_capture(self.device, "pack without out")
             out = torch.empty(ids.shape[0], self.page_bytes, dtype=torch.uint8, device=self.device)
@@ -199,7 +187,7 @@ class TokenPool:
 
         A page that stands twice gets either content.
         """
-        ids = self._on_device(page_ids, "page_ids", 0, self.num_pages)
+        ids = self._staging.send_ids(page_ids, "page_ids", 0, self.num_pages)
         checked = self._packed(packed, ids.shape[0], "packed")
         with self._lock:
             kernels.unpack(ids, self._pages, self._addresses, checked)
@@ -209,21 +197,6 @@ class TokenPool:
         if [buffer.data_ptr() for buffer in (*self.k_buffer, *self.v_buffer)] != self._at:
             raise InvariantError(6, "a buffer of the pool has moved")
         self._staging.check()
-
-    def require_layer(self, layer: int) -> int:
-        """The number of a layer, or an ArgumentError. O(1)."""
-        at = number(layer, "layer")
-        if at >= self.num_layers:
-            raise ArgumentError(f"layer = {at}: this pool has layers 0 to {self.num_layers - 1}")
-        return at
-
-    def _on_device(self, ids: AnyIds, name: str, low: int, high: int) -> torch.Tensor:
-        """Ids as a flat tensor on the pool's device; those that come from elsewhere are checked."""
-        if is_unread(ids, self.device):
-            return unread_ids(ids, name)
-        host = host_ids(ids, name)
-        require_range(host, low, high, name, name)
-        return self._staging.send(host)[0]
 
     def _packed(self, packed: Any, n: int, name: str) -> torch.Tensor:
         wanted = n * self.page_bytes

@@ -3,7 +3,8 @@
 A copy to a GPU is asynchronous only from pinned memory, and reads that memory later than the call
 that asked for it. A `Ring` hands out places in one pinned buffer and comes back to a place only when
 the event behind its copies has come (invariant 7); `Staging` has a ring a stream and makes the
-copies. When copies in flight fill a ring, a larger one takes over: the host never waits.
+copies. When copies in flight fill a ring, a larger one takes over: the host does not wait for them,
+only for the system to pin the memory.
 """
 
 from __future__ import annotations
@@ -17,10 +18,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagoda.errors import InvariantError
-from pagoda.pools.arguments import count, refuse_capture, resolve_device
+from pagoda.errors import ArgumentError, ConfigError, InvariantError
+from pagoda.pools.arguments import (
+    AnyIds,
+    count,
+    host_ids,
+    is_unread,
+    refuse_capture,
+    require_range,
+    resolve_device,
+    unread_ids,
+)
 
-__all__ = ["Ring", "Staging"]
+__all__ = ["Ring", "Staging", "staging_of"]
 
 _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64, np.dtype(np.uint8): torch.uint8}
 ALIGN = 16  # bytes; every array can be viewed as its dtype
@@ -110,13 +120,18 @@ class _StreamEvent:
         return bool(self._event.query())
 
 
+def _pinned_bytes(num_bytes: int) -> torch.Tensor:
+    # On the CPU whatever the default device is, and to be written outside of inference_mode too.
+    with torch.inference_mode(False):
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
 class _Pinned:
     """A pinned buffer of one stream, and the ring over it."""
 
     def __init__(self, num_bytes: int, stream: torch.cuda.Stream) -> None:
         self.num_bytes = num_bytes
-        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        self.bytes: npt.NDArray[np.uint8] = self.tensor.numpy()
+        self.tensor = _pinned_bytes(num_bytes)
         self.ring = Ring(num_bytes, lambda: _StreamEvent(stream))
 
 
@@ -132,15 +147,21 @@ class Staging:
         self.device = resolve_device(device)
         self.num_bytes = aligned(count(num_bytes, "num_bytes"))
         self._pinned: dict[int, _Pinned] = {}  # by stream
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._is_sending = False
 
     def send(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
         """Fresh flat tensors on the device with the contents of int32, int64 or uint8 arrays, in one copy.
 
         They are there for whatever the current stream runs next. The arrays may be changed at
-        once. Cost: a memcpy of the bytes and one asynchronous copy. Errors: CaptureError.
+        once. Cost: a memcpy of the bytes and one asynchronous copy. Errors: ArgumentError for other
+        arrays; CaptureError.
         """
         refuse_capture(self.device, "sending a host array")
+        for array in arrays:
+            if not isinstance(array, np.ndarray) or array.dtype not in _DTYPES:
+                found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+                raise ArgumentError(f"arrays: give numpy arrays of int32, int64 or uint8, not {found}")
         if self.device.type == "cpu":
             return [torch.from_numpy(array.flatten()) for array in arrays]
         begins = [0, *accumulate(aligned(array.nbytes) for array in arrays)]
@@ -155,17 +176,46 @@ class Staging:
             for begin, array in zip(begins, arrays, strict=True)
         ]
 
+    def send_ids(self, ids: AnyIds, name: str, low: int, high: int) -> torch.Tensor:
+        """Ids from anywhere as a flat tensor on the device: [n] int32 or int64.
+
+        Those that lie on the device already are used as they are, since looking at them would wait for
+        it; all others are checked and sent as int64. Cost: as `send`. Errors: OutOfRangeError for one
+        outside [low, high]; ArgumentError; CaptureError.
+        """
+        if is_unread(ids, self.device):
+            return unread_ids(ids, name)
+        host = host_ids(ids, name)
+        require_range(host, low, high, name, name)
+        return self.send(host)[0]
+
     def _copy(self, arrays: tuple[npt.NDArray[Any], ...], begins: list[int], total: int) -> torch.Tensor:
         """One copy of all arrays, on the current device and stream."""
         received = torch.empty(total, dtype=torch.uint8, device=self.device)
         if total == 0:
             return received
         with self._lock:
-            pinned, at = self._reserve(total)
-            for begin, array in zip(begins, arrays, strict=True):
-                pinned.bytes[at + begin : at + begin + array.nbytes] = array.reshape(-1).view(np.uint8)
-            received.copy_(pinned.tensor[at : at + total], non_blocking=True)
+            if self._is_sending:
+                # A finalizer or signal handler in the middle of another send of this thread: what
+                # that one reserved is not behind an event yet, so the ring is left alone.
+                self._fill(received, _pinned_bytes(total), arrays, begins)
+                return received
+            self._is_sending = True
+            try:
+                pinned, at = self._reserve(total)
+                self._fill(received, pinned.tensor[at : at + total], arrays, begins)
+            finally:
+                self._is_sending = False
         return received
+
+    @staticmethod
+    def _fill(
+        received: torch.Tensor, place: torch.Tensor, arrays: tuple[npt.NDArray[Any], ...], begins: list[int]
+    ) -> None:
+        room: npt.NDArray[np.uint8] = place.numpy()
+        for begin, array in zip(begins, arrays, strict=True):
+            room[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
+        received.copy_(place, non_blocking=True)
 
     def _reserve(self, total: int) -> tuple[_Pinned, int]:
         stream = _current_stream(self.device.index)
@@ -186,3 +236,12 @@ class Staging:
         with self._lock:
             for pinned in self._pinned.values():
                 pinned.ring.check()
+
+
+def staging_of(device: torch.device, given: Staging | None) -> Staging:
+    """The staging that a pool was given, or one of its own. Errors: ConfigError for another device's."""
+    if given is None:
+        return Staging(device)
+    if not isinstance(given, Staging) or given.device != device:
+        raise ConfigError(f"staging: give a Staging of {device}")
+    return given

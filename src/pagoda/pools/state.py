@@ -14,14 +14,14 @@ from pagoda.errors import ArgumentError, ConfigError, InvariantError
 from pagoda.pools.arguments import (
     AnyIds,
     count,
+    filled,
     host_ids,
     is_unread,
-    number,
-    require_range,
+    layer_number,
+    require_buffer,
     resolve_device,
-    unread_ids,
 )
-from pagoda.pools.staging import Staging
+from pagoda.pools.staging import Staging, staging_of
 
 __all__ = ["StatePart", "StatePool"]
 
@@ -60,38 +60,26 @@ class StatePool:
         self.num_rows = count(num_rows, "num_rows", low=0)
         self.num_layers = count(num_layers, "num_layers")
         self.device = resolve_device(device)
-        self.parts = dict(parts)
+        if not isinstance(parts, Mapping):
+            raise ConfigError("parts: give a StatePart a name")
+        self.parts = {name: _checked(name, part) for name, part in parts.items()}
         self.tensors: dict[str, torch.Tensor] = {}
-        if buffers is not None and set(buffers) != set(self.parts):
-            raise ConfigError(f"buffers: give {sorted(self.parts)}, not {sorted(buffers)}")
+        if buffers is not None and (not isinstance(buffers, Mapping) or set(buffers) != set(self.parts)):
+            raise ConfigError(f"buffers: give a tensor each for {', '.join(self.parts)}")
         for name, part in self.parts.items():
-            if part.dtype not in _DTYPES:
-                raise ConfigError(
-                    f"dtype of {name}: give one of {', '.join(map(str, _DTYPES))}, not {part.dtype}"
-                )
-            shape = (
-                self.num_layers,
-                self.num_rows + 1,
-                *(count(d, f"shape of {name}", low=0) for d in part.shape),
-            )
+            shape = (self.num_layers, self.num_rows + 1, *part.shape)
             if buffers is None:
-                self.tensors[name] = torch.full(shape, part.initial, dtype=part.dtype, device=self.device)
-                continue
-            found = (tuple(buffers[name].shape), buffers[name].dtype, buffers[name].device)
-            if found != (shape, part.dtype, self.device) or not buffers[name].is_contiguous():
-                raise ConfigError(
-                    f"buffers[{name!r}] is {found}, not contiguous {(shape, part.dtype, self.device)}"
-                )
-            self.tensors[name] = buffers[name]
-        self._staging = Staging(self.device) if staging is None else staging
-        self._lock = threading.Lock()
+                self.tensors[name] = filled(shape, part.dtype, self.device, part.initial)
+            else:
+                require_buffer(buffers[name], shape, part.dtype, self.device, f"buffers[{name!r}]")
+                self.tensors[name] = buffers[name]
+        self._staging = staging_of(self.device, staging)
+        self._lock = threading.RLock()
         self._at = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
 
     def layer(self, layer: int) -> dict[str, torch.Tensor]:
         """Views of a layer's parts: [num_rows + 1, *shape] each. O(parts). Errors: ArgumentError."""
-        at = number(layer, "layer")
-        if at >= self.num_layers:
-            raise ArgumentError(f"layer = {at}: this pool has layers 0 to {self.num_layers - 1}")
+        at = layer_number(layer, self.num_layers)
         return {name: tensor[at] for name, tensor in self.tensors.items()}
 
     def reset(self, rows: AnyIds) -> None:
@@ -100,7 +88,7 @@ class StatePool:
         Cost: one launch a part. Rows on the host are checked, rows in a device tensor must be valid.
         Errors: ArgumentError, OutOfRangeError; CaptureError for host rows on CUDA.
         """
-        (index,) = self._on_device(rows=rows)
+        index = self._staging.send_ids(rows, "rows", 0, self.num_rows).long()
         with self._lock:
             for name, part in self.parts.items():
                 self.tensors[name].index_fill_(1, index, part.initial)
@@ -116,7 +104,10 @@ class StatePool:
             targets = host_ids(target, "target")
             if np.unique(targets).size != targets.size:
                 raise ArgumentError("target: a row stands twice")
-        sources_at, targets_at = self._on_device(source=source, target=target)
+        sources_at, targets_at = (
+            self._staging.send_ids(ids, name, 0, self.num_rows).long()
+            for ids, name in ((source, "source"), (target, "target"))
+        )
         if sources_at.shape != targets_at.shape:
             raise ArgumentError(f"source has {sources_at.shape[0]} rows and target {targets_at.shape[0]}")
         with self._lock:
@@ -133,14 +124,22 @@ class StatePool:
             raise InvariantError(6, "a tensor of the pool has moved")
         self._staging.check()
 
-    def _on_device(self, **rows: AnyIds) -> list[torch.Tensor]:
-        """Rows as int64 device tensors, those on the host checked and sent in one copy."""
-        given = {
-            name: unread_ids(ids, name).long() for name, ids in rows.items() if is_unread(ids, self.device)
-        }
-        host = {name: host_ids(ids, name) for name, ids in rows.items() if name not in given}
-        for name, ids in host.items():
-            require_range(ids, 0, self.num_rows, name, "rows")
-        if host:
-            given.update(zip(host, self._staging.send(*host.values()), strict=True))
-        return [given[name] for name in rows]
+
+def _checked(name: str, part: object) -> StatePart:
+    """A part that a pool can hold and reset, or a ConfigError."""
+    try:
+        shape, dtype, initial = StatePart(*part)  # type: ignore[misc]
+        sizes = tuple(count(size, f"shape of {name}", low=0) for size in shape)
+    except TypeError:
+        raise ConfigError(f"parts[{name!r}]: give StatePart(shape, dtype, initial)") from None
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype of {name}: give one of {', '.join(map(str, _DTYPES))}, not {dtype}")
+    try:
+        stored = torch.full((), initial, dtype=dtype, device="cpu").item()
+    except (RuntimeError, TypeError):
+        stored = None
+    if stored is None or (
+        stored != initial if not dtype.is_floating_point else math.isinf(stored) > math.isinf(initial)
+    ):
+        raise ConfigError(f"initial of {name}: {dtype} cannot hold {initial!r}")
+    return StatePart(sizes, dtype, initial)

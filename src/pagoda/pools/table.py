@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pagoda.errors import ArgumentError, InvariantError
-from pagoda.pools.arguments import count, require_range, resolve_device
-from pagoda.pools.staging import Staging
+from pagoda.pools.arguments import AnyIds, count, filled, host_ids, require_range, resolve_device
+from pagoda.pools.staging import Staging, staging_of
 
 __all__ = ["DeviceTable"]
 
@@ -34,28 +33,26 @@ class DeviceTable:
         self.num_rows = count(num_rows, "num_rows", low=0)
         self.num_columns = count(num_columns, "num_columns")
         self.device = resolve_device(device)
-        self.tensor = torch.zeros(self.num_rows + 1, self.num_columns, dtype=torch.int32, device=self.device)
-        self._staging = Staging(self.device) if staging is None else staging
+        self.tensor = filled((self.num_rows + 1, self.num_columns), torch.int32, self.device)
+        self._staging = staging_of(self.device, staging)
         self._address = self.tensor.data_ptr()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
-    def write(self, index: npt.NDArray[np.int64], values: npt.NDArray[np.int32]) -> None:
-        """Set entries index[i] = row * num_columns + column to values[i], as `TableWrites` has them.
+    def write(self, entries: AnyIds, page_ids: AnyIds) -> None:
+        """Set entry entries[i] = row * num_columns + column to page_ids[i], as `TableWrites` has them.
 
-        Cost: one staged copy and one launch, no synchronisation. Of entries with one index any may
+        Cost: one staged copy and one launch, no synchronisation. Of values for one entry any may
         win. Errors: ArgumentError when lengths differ; OutOfRangeError; CaptureError.
         """
-        index = np.ascontiguousarray(index, dtype=np.int64)
-        values = np.ascontiguousarray(values, dtype=np.int32)
-        if index.ndim != 1 or index.shape != values.shape:
-            raise ArgumentError(
-                f"index has shape {index.shape} and values {values.shape}: give one value an entry"
-            )
-        require_range(index, self.num_columns, self.tensor.numel() - 1, "index", "entries of rows 1 and up")
-        if index.size:
-            at, new = self._staging.send(index, values)
+        at, new = host_ids(entries, "entries"), host_ids(page_ids, "page_ids")
+        if at.shape != new.shape:
+            raise ArgumentError(f"{at.size} entries and {new.size} page_ids: give one a place")
+        require_range(at, self.num_columns, self.tensor.numel() - 1, "entries", "entries of rows 1 and up")
+        require_range(new, -(2**31), 2**31 - 1, "page_ids", "int32 values")
+        if at.size:
+            where, values = self._staging.send(at, new.astype(np.int32))
             with self._lock:
-                self.tensor.view(-1).scatter_(0, at, new)
+                self.tensor.view(-1).scatter_(0, where, values)
 
     def mem_bytes(self) -> int:
         """Bytes of the matrix. O(1)."""
