@@ -182,8 +182,8 @@ class TokenToKVPoolAllocator:
         refused, two calls are not. Request i first fills the page of last_slots[i], the slot of its last
         token (ignored where old_lens[i] ends a page), then whole pages. [sum(new_lens − old_lens)] int32
         on `device`, request after request. One call a step, all or nothing. Cost O(requests + tokens);
-        arguments in device tensors cost a synchronisation. Errors: ArgumentError for lengths that shrink or differ
-        in number, or a last slot that does not fit; NotHeldError, OutOfRangeError; CaptureError.
+        arguments in device tensors cost a synchronisation. Errors: ArgumentError for lengths that shrink
+        or differ in number, or a last slot that does not fit; NotHeldError, OutOfRangeError; CaptureError.
         """
         refuse_capture(self._staging.device, "alloc_extend")
         return self._send(self.alloc_extend_host(old_lens, new_lens, last_slots))
@@ -226,10 +226,10 @@ class TokenToKVPoolAllocator:
                 copy = unread_ids(indices, "indices").clone()
                 self._group_unread.append((copy, torch.cuda.current_stream(device).record_event()))
             else:
-                self._free(host_ids(indices, "indices"))
+                self._free(host_ids(indices, "indices"), self._group if self._group_is_open else None)
 
-    def _free(self, slots: npt.NDArray[np.int64]) -> None:
-        self._pages.free_slots(slots, self.page_size, fence=self._group if self._group_is_open else None)
+    def _free(self, slots: npt.NDArray[np.int64], group: int | None) -> None:
+        self._pages.free_slots(slots, self.page_size, fence=group)
 
     def free_group(self) -> _FreeGroup:
         """A context manager: a group that begins when it is entered and ends when it is left. O(1).
@@ -270,19 +270,18 @@ class TokenToKVPoolAllocator:
         with self._lock:
             if not self._group_is_open:
                 return
+            # Closed first: what re-enters from here on (a finalizer) begins another group.
+            group, unread = self._group, self._group_unread
+            self._group_is_open, self._group_unread = False, []
             try:
-                if self._group_unread:
-                    for _, written in self._group_unread:
+                if unread:
+                    for _, written in unread:
                         torch.cuda.current_stream(self._staging.device).wait_event(written)
-                    self._free(host_ids(torch.cat([ids for ids, _ in self._group_unread]), "indices"))
+                    self._free(host_ids(torch.cat([ids for ids, _ in unread]), "indices"), group)
+                self._pages.pass_fence(group)
             except BaseException:
-                self._pages.recall(self._group)
+                self._pages.recall(group)
                 raise
-            else:
-                self._pages.pass_fence(self._group)
-            finally:
-                self._group_unread.clear()
-                self._group_is_open = False
 
     def merge_and_sort_free(self) -> None:
         """Make everything freed so far allocatable, lowest first: it always is. O(1)."""
