@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,18 @@ def cycle(ids: FreeList, n: int) -> Callable[[], object]:
     return lambda: ids.free(ids.alloc(n))
 
 
+def fenced_cycle(ids: FreeList, n: int) -> Callable[[], object]:
+    """Freed behind a fence of its own, which then passes: what a step does."""
+    fences = itertools.count()
+
+    def cycle() -> None:
+        fence = next(fences)
+        ids.free(ids.alloc(n), fence)
+        ids.pass_fence(fence)
+
+    return cycle
+
+
 class CatFreeList:
     """The free-list of the public designs: a tensor of free slots, cut at the front, joined at the back."""
 
@@ -50,12 +63,17 @@ class SortedFreeList(CatFreeList):
 
 def run() -> None:
     rows: list[dict[str, Any]] = []
-    for state, make in (("all free", FreeList), ("half held, at random", fragmented)):
+    states = (
+        ("all free", FreeList, cycle),
+        ("half held, at random", fragmented, cycle),
+        ("all free, behind a fence", FreeList, fenced_cycle),
+    )
+    for state, make, work in states:
         for size in SIZES:
             ids = make(size)
             row: dict[str, Any] = {"list": state, "ids": size}
             for n in COUNTS:
-                row[f"{n:,} ids, µs"] = microseconds(cycle(ids, n), 1000 if n < 1000 else 50)
+                row[f"{n:,} ids, µs"] = microseconds(work(ids, n), 1000 if n < 1000 else 50)
             rows.append(row)
     table("alloc + free, host", rows)
 
