@@ -16,7 +16,7 @@ demo: $(INSTALLED) ## a tour in the terminal: allocate, write, read back, free, 
 	@$(BIN)/pagoda demo
 
 test: $(INSTALLED) ## all tests; those that need a GPU are skipped without one
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 check: $(INSTALLED) ## formatting, lint, types
 	$(BIN)/ruff format --check .
@@ -35,7 +35,7 @@ bench: $(INSTALLED) ## the figures of docs/figures.md, as tables and JSON under 
 # With the Python of a GPU machine, which brings torch, triton and pytest: nothing is fetched.
 test-gpu: ## all tests on a machine with a GPU, compiled kernels, offline
 	$(PYTHON) -m pip install -q --no-build-isolation --no-index --no-deps --upgrade --target build/site .
-	PYTHONPATH=build/site $(PYTHON) -m pytest -p no:benchmark -n 8
+	PYTHONPATH=build/site $(PYTHON) -m pytest -p no:benchmark -n 8 --dist loadgroup
 
 clean: ## remove what was built and installed
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/results

@@ -36,6 +36,8 @@ def sweep(call: Callable[[], object]) -> int:
 
     call()
     threshold = gc.get_threshold()
+    gc.collect()
+    gc.freeze()  # what was there before is not looked at again and again
     try:
         for point in range(1, 60):
             gc.disable()
@@ -47,6 +49,7 @@ def sweep(call: Callable[[], object]) -> int:
     finally:
         gc.enable()
         gc.set_threshold(*threshold)
+        gc.unfreeze()
         gc.collect()
     return ran
 
