@@ -201,6 +201,7 @@ def test_packing_nothing(device: str):
         ({"dtype": torch.float64}, "dtype"),
         ({"device": "cuda:77"}, "device"),
         ({"num_pages": 2**31}, "pass 2"),
+        ({"num_pages": 10**5000}, "num_pages"),
         ({"k_scale": [1.0, 1.0]}, "k_scale"),  # not an fp8 pool
         ({"dtype": torch.float8_e5m2, "k_scale": [1.0]}, "k_scale"),
         ({"dtype": torch.float8_e5m2, "v_scale": [1.0, 0.0]}, "v_scale"),

@@ -64,7 +64,10 @@ def _integer(value: Any, name: str, low: int, error: type[ConfigError] | type[Ar
 
 def count(value: Any, name: str, low: int = 1) -> int:
     """A size of something to be built, at least `low`, or a ConfigError that names it."""
-    return _integer(value, name, low, ConfigError)
+    size = _integer(value, name, low, ConfigError)
+    if size > 2**62:
+        raise ConfigError(f"{name}: larger than any memory")
+    return size
 
 
 def number(value: Any, name: str) -> int:
