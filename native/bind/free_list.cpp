@@ -45,8 +45,9 @@ nb::object grow(FreeList& self, nb::handle old_lens, nb::handle new_lens, nb::ha
   IdArray from(old_lens, "old_lens"), to(new_lens, "new_lens"), last(last_slots, "last_slots");
   const PageMath pages(to_int(page_size, "page_size", 1, kMaxId));
   const Ids old_ids = from.borrow(), new_ids = to.borrow(), last_ids = last.borrow();
-  auto out = new_int32(self.plan_growth(old_ids, new_ids, last_ids, pages).tokens);
-  self.fill_growth(old_ids, new_ids, last_ids, pages, out.data);
+  const FreeList::Need need = self.plan_growth(old_ids, new_ids, last_ids, pages);
+  auto out = new_int32(need.tokens);
+  self.fill_growth(need, old_ids, new_ids, last_ids, pages, out.data);
   return out.array;
 }
 

@@ -53,7 +53,7 @@ nb::tuple grow(PageTable& self, nb::handle free_list, nb::handle rows, nb::handl
   auto slots = new_int32(need.tokens);
   auto index = new_int64(need.pages);
   auto page_ids = new_int32(need.pages);
-  self.fill_growth(free_pages, row_ids, lens, slots.data, index.data, page_ids.data);
+  self.fill_growth(need, free_pages, row_ids, lens, slots.data, index.data, page_ids.data);
   return nb::make_tuple(slots.array, index.array, page_ids.array);
 }
 

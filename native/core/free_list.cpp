@@ -23,9 +23,9 @@ FreeList::FreeList(int64_t num_ids, int64_t first_id, std::string what)
   free_.fill();
 }
 
-int64_t FreeList::index(int64_t id, int64_t position, const char* name) const {
+int64_t FreeList::index(int64_t id, int64_t position) const {
   if (id >= first_id_ && id - first_id_ < num_ids_) return id - first_id_;
-  std::string message = std::string(name) + "[" + text(position) + "] = " + text(id) + " is out of range: ";
+  std::string message = "ids[" + text(position) + "] = " + text(id) + " is out of range: ";
   if (num_ids_ == 0) {
     message += "this list has no " + what_;
   } else {
@@ -35,9 +35,9 @@ int64_t FreeList::index(int64_t id, int64_t position, const char* name) const {
   throw BadId{IdFault::kOutOfRange, id, position, message};
 }
 
-bool FreeList::is_free(int64_t id) const { return free_.contains(index(id, 0, "ids")); }
+bool FreeList::is_free(int64_t id) const { return free_.contains(index(id, 0)); }
 
-bool FreeList::is_held(int64_t id) const { return holds(index(id, 0, "ids")); }
+bool FreeList::is_held(int64_t id) const { return holds(index(id, 0)); }
 
 void FreeList::require(int64_t n) const {
   if (n > num_free_) throw OutOfIds{what_, n, num_free_, num_ids_};
@@ -45,7 +45,7 @@ void FreeList::require(int64_t n) const {
 
 void FreeList::throw_not_held(Ids ids, int64_t position) const {
   const int64_t id = ids[position];
-  const int64_t i = index(id, position, "ids");
+  const int64_t i = index(id, position);
   const std::string at = "ids[" + text(position) + "] = " + text(id);
   if (std::find(ids.data, ids.data + position, id) != ids.data + position) {
     throw BadId{IdFault::kDoubleFree, id, position, at + " stands twice in one call"};
@@ -79,7 +79,7 @@ void FreeList::take(Ids ids) {
   int64_t done = 0;
   try {
     for (; done < ids.size; ++done) {
-      const int64_t i = index(ids[done], done, "ids");
+      const int64_t i = index(ids[done], done);
       if (!free_.contains(i)) {
         throw BadId{IdFault::kAlreadyHeld, ids[done], done,
                     "ids[" + text(done) + "] = " + text(ids[done]) + " is not free"};
@@ -265,11 +265,10 @@ FreeList::Need FreeList::plan_growth(Ids old_lens, Ids new_lens, Ids last_slots,
   return need;
 }
 
-void FreeList::fill_growth(Ids old_lens, Ids new_lens, Ids last_slots, const PageMath& pages, int32_t* slots_out) {
-  int64_t num_pages = 0;
-  for (int64_t r = 0; r < old_lens.size; ++r) num_pages += pages.pages_for(new_lens[r]) - pages.pages_for(old_lens[r]);
-  scratch_.resize(static_cast<size_t>(num_pages));
-  alloc(num_pages, scratch_.data());
+void FreeList::fill_growth(const Need& need, Ids old_lens, Ids new_lens, Ids last_slots, const PageMath& pages,
+                           int32_t* slots_out) {
+  scratch_.resize(static_cast<size_t>(need.pages));
+  alloc(need.pages, scratch_.data());
   const int32_t* next = scratch_.data();
   for (int64_t r = 0; r < old_lens.size; ++r) {
     int64_t left = new_lens[r] - old_lens[r];

@@ -74,8 +74,9 @@ class FreeList {
   Need plan_growth(Ids old_lens, Ids new_lens, Ids last_slots, const PageMath& pages);
 
   // The slots of a plan that was just made, request after request: first the rest of the page of
-  // last_slots[i], then whole pages. slots_out takes Need.tokens entries.
-  void fill_growth(Ids old_lens, Ids new_lens, Ids last_slots, const PageMath& pages, int32_t* slots_out);
+  // last_slots[i], then whole pages. slots_out takes need.tokens entries.
+  void fill_growth(const Need& need, Ids old_lens, Ids new_lens, Ids last_slots, const PageMath& pages,
+                   int32_t* slots_out);
 
   // Everything free, no fence waiting, none passed.
   void reset();
@@ -84,7 +85,8 @@ class FreeList {
   void check() const;
 
  private:
-  int64_t index(int64_t id, int64_t position, const char* name) const;
+  // The number of an id in the space, or BadId.
+  int64_t index(int64_t id, int64_t position) const;
   // Number i of the space is held.
   bool holds(int64_t i) const { return !free_.contains(i) && !quarantined_.contains(i); }
   [[noreturn]] void throw_not_held(Ids ids, int64_t position) const;

@@ -59,9 +59,9 @@ FreeList::Need PageTable::plan_growth(FreeList& pages, Ids rows, Ids new_lens) {
   return pages.plan_growth({old_lens_.data(), rows.size}, new_lens, {last_slots_.data(), rows.size}, math_);
 }
 
-void PageTable::fill_growth(FreeList& pages, Ids rows, Ids new_lens, int32_t* slots_out, int64_t* index_out,
-                            int32_t* page_ids_out) {
-  pages.fill_growth({old_lens_.data(), rows.size}, new_lens, {last_slots_.data(), rows.size}, math_, slots_out);
+void PageTable::fill_growth(const FreeList::Need& need, FreeList& pages, Ids rows, Ids new_lens, int32_t* slots_out,
+                            int64_t* index_out, int32_t* page_ids_out) {
+  pages.fill_growth(need, {old_lens_.data(), rows.size}, new_lens, {last_slots_.data(), rows.size}, math_, slots_out);
   for (int64_t r = 0; r < rows.size; ++r) {
     const int64_t begin = old_lens_[r], end = new_lens[r];
     const int64_t at = int64_t{rows[r]} * max_pages_;

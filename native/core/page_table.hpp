@@ -32,8 +32,8 @@ class PageTable {
 
   // Grows the rows by a plan that was just made. slots_out takes a slot a new token; index_out
   // (row * max_pages_per_row + column) and page_ids_out the entries written.
-  void fill_growth(FreeList& pages, Ids rows, Ids new_lens, int32_t* slots_out, int64_t* index_out,
-                   int32_t* page_ids_out);
+  void fill_growth(const FreeList::Need& need, FreeList& pages, Ids rows, Ids new_lens, int32_t* slots_out,
+                   int64_t* index_out, int32_t* page_ids_out);
 
   // Adds num_tokens that lie in page_ids already, at a page boundary. index_out as above.
   void append(int64_t row, Ids page_ids, int64_t num_tokens, int64_t* index_out);

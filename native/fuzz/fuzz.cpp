@@ -220,11 +220,13 @@ class Fuzz {
       tokens += more;
       pages += pages_.pages_for(used + more) - 1;
     }
-    const bool threw = throws([&] { list_.plan_growth(view(from), view(to), view(last), pages_); });
+    FreeList::Need need{0, 0};
+    const bool threw = throws([&] { need = list_.plan_growth(view(from), view(to), view(last), pages_); });
     require(threw == (pages > static_cast<int64_t>(model_.free.size())), "plan_growth throws otherwise than it should");
     if (threw) return;
+    require(need.tokens == tokens && need.pages == pages, "plan_growth counts otherwise");
     std::vector<int32_t> slots(static_cast<size_t>(tokens) + 1, -7);
-    list_.fill_growth(view(from), view(to), view(last), pages_, slots.data());
+    list_.fill_growth(need, view(from), view(to), view(last), pages_, slots.data());
     require(slots.back() == -7, "fill_growth wrote past its end");
     const std::vector<int32_t> fresh = lowest(pages);
     size_t at = 0, next = 0;
@@ -288,7 +290,7 @@ void fuzz_table(uint64_t seed, int64_t page_size, int64_t steps) {
       if (throws([&] { need = table.plan_growth(list, view(rows), view(to)); })) continue;
       std::vector<int32_t> slots(static_cast<size_t>(need.tokens)), ids(static_cast<size_t>(need.pages));
       std::vector<int64_t> index(static_cast<size_t>(need.pages));
-      table.fill_growth(list, view(rows), view(to), slots.data(), index.data(), ids.data());
+      table.fill_growth(need, list, view(rows), view(to), slots.data(), index.data(), ids.data());
       size_t at = 0, next = 0;
       for (size_t r = 0; r < rows.size(); ++r) {
         auto& pages = model[rows[r]];

@@ -37,7 +37,6 @@ __all__ = [
 
 
 def _num_pages(size: int, page_size: int) -> int:
-    size, page_size = count(size, "size", low=0), count(page_size, "page_size")
     if size % page_size:
         raise ConfigError(f"size = {size} is not a multiple of page_size = {page_size}: give whole pages")
     return size // page_size
@@ -151,9 +150,8 @@ class TokenToKVPoolAllocator:
         self._lock = threading.RLock()
         self._group = 0  # number of the latest free group, and the fence of what it collects
         self._group_is_open = False
-        self._group_unread: list[
-            tuple[torch.Tensor, torch.cuda.Event]
-        ] = []  # ids on a device, read at the end
+        # Ids on a device, read when the group ends, and when each is there.
+        self._group_unread: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._group_contexts = 0  # that are entered: the outermost ends the group
 
     def available_size(self) -> int:

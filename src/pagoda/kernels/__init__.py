@@ -18,7 +18,7 @@ from pagoda.errors import ConfigError
 from pagoda.kernels import reference
 from pagoda.kernels.reference import FP8_DTYPES
 
-__all__ = ["FP8_DTYPES", "pack", "store", "unpack"]
+__all__ = ["FP8_DTYPES", "on_device", "pack", "store", "unpack"]
 
 
 def _for(tensor: torch.Tensor) -> ModuleType:
@@ -31,8 +31,8 @@ def _for(tensor: torch.Tensor) -> ModuleType:
     return fused
 
 
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a CUDA device the current one, which is where Triton launches."""
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device the current one, which is where Triton launches and streams are looked up."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
@@ -52,7 +52,7 @@ def store(
     Values are cast to the pool's dtype; for fp8 they are divided by the scale first and saturate.
     A slot outside the pool is not written. Of rows with one slot, any one may win.
     """
-    with _current(k_pool.device):
+    with on_device(k_pool.device):
         _for(k_pool).store(slots, keys, values, k_pool, v_pool, k_scale, v_scale)
 
 
@@ -61,11 +61,11 @@ def pack(
 ) -> None:
     """Copy pages of all buffers into `out`, in one launch.
 
-    page_ids: [n] int32. buffers: each [num_pages, page_bytes_b] uint8. addresses: [buffers] int64,
+    page_ids: [n] int32 or int64. buffers: each [num_pages, page_bytes_b] uint8. addresses: [buffers] int64,
     where each begins, on their device. out: [n, sum of page_bytes_b] uint8: a page of every buffer
     side by side.
     """
-    with _current(out.device):
+    with on_device(out.device):
         _for(out).pack(page_ids, buffers, addresses, out)
 
 
@@ -73,5 +73,5 @@ def unpack(
     page_ids: torch.Tensor, buffers: Sequence[torch.Tensor], addresses: torch.Tensor, packed: torch.Tensor
 ) -> None:
     """Copy what `pack` gave back into pages of all buffers, in one launch. Arguments as for `pack`."""
-    with _current(packed.device):
+    with on_device(packed.device):
         _for(packed).unpack(page_ids, buffers, addresses, packed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ def cast(values: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor
     if dtype in FP8_DTYPES:
         top = torch.finfo(dtype).max
         return (values.to(torch.float32) / scale).clamp(-top, top).to(dtype)
-    if values.dtype == torch.float64 and dtype != torch.float64:
+    if values.dtype == torch.float64:
         values = values.to(torch.float32)
     return values.to(dtype)
 
@@ -52,21 +52,24 @@ def _bytes_of(
     return pool.view(pool.shape[0], -1).view(torch.uint8), cast(rows, pool.dtype, scale).view(torch.uint8)
 
 
-def pack(
-    page_ids: torch.Tensor, buffers: Sequence[torch.Tensor], addresses: torch.Tensor, out: torch.Tensor
-) -> None:
+def _columns(buffers: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, slice]]:
+    """Each buffer, and which bytes of a packed page are its."""
     begin = 0
     for pages in buffers:
         end = begin + pages.shape[1]
-        out[:, begin:end] = pages[page_ids.long()]
+        yield pages, slice(begin, end)
         begin = end
+
+
+def pack(
+    page_ids: torch.Tensor, buffers: Sequence[torch.Tensor], addresses: torch.Tensor, out: torch.Tensor
+) -> None:
+    for pages, columns in _columns(buffers):
+        out[:, columns] = pages[page_ids.long()]
 
 
 def unpack(
     page_ids: torch.Tensor, buffers: Sequence[torch.Tensor], addresses: torch.Tensor, packed: torch.Tensor
 ) -> None:
-    begin = 0
-    for pages in buffers:
-        end = begin + pages.shape[1]
-        pages[page_ids.long()] = packed[:, begin:end]
-        begin = end
+    for pages, columns in _columns(buffers):
+        pages[page_ids.long()] = packed[:, columns]

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from pagoda.errors import ArgumentError, CaptureError, ConfigError, OutOfRangeError
+from pagoda.kernels import on_device
 
 __all__ = [
     "AnyIds",
@@ -117,11 +118,8 @@ def refuse_capture(device: torch.device, call: str) -> None:
     """A CaptureError while the current stream of a CUDA device is being captured."""
     if device.type != "cuda":
         return
-    if device.index == torch.cuda.current_device():
+    with on_device(device):
         is_capturing = torch.cuda.is_current_stream_capturing()
-    else:
-        with torch.cuda.device(device):
-            is_capturing = torch.cuda.is_current_stream_capturing()
     if is_capturing:
         raise CaptureError(f"{call} makes a device tensor, and the stream is being captured: call it before")
 

@@ -140,8 +140,8 @@ class TokenPool:
         heads × dim: [n, h, d], [b, s, h, d] and [n, h*d] all work, in any float dtype and stride. Slot −1
         is not written; slots of page 0 are padding. Of tokens with one slot any may win. On CUDA keys and
         values must not lie in slots that the call writes. Several threads may call; each call writes
-        K and V together. Cost: on CUDA
-        one launch for both, at memory speed, which can be captured once a call before has compiled it.
+        K and V together. Cost: on CUDA one launch for both, at memory speed, which can be captured once
+        a call before has compiled it.
 
         Slots on the host are checked; a device tensor is not, since that would read it back: slots
         out of range in it are not written. Errors: ArgumentError, OutOfRangeError; CaptureError for

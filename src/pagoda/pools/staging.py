@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from pagoda.errors import ArgumentError, ConfigError, InvariantError
+from pagoda.kernels import on_device
 from pagoda.pools.arguments import (
     AnyIds,
     count,
@@ -166,11 +167,8 @@ class Staging:
             return [torch.from_numpy(array.flatten()) for array in arrays]
         begins = [0, *accumulate(aligned(array.nbytes) for array in arrays)]
         total = begins.pop()
-        if torch.cuda.current_device() == self.device.index:
+        with on_device(self.device):
             received = self._copy(arrays, begins, total)
-        else:
-            with torch.cuda.device(self.device):
-                received = self._copy(arrays, begins, total)
         return [
             received[begin : begin + array.nbytes].view(_DTYPES[array.dtype])
             for begin, array in zip(begins, arrays, strict=True)

@@ -101,8 +101,8 @@ class StatePool:
         OutOfRangeError; CaptureError for host rows on CUDA.
         """
         if not is_unread(target, self.device):
-            targets = host_ids(target, "target")
-            if np.unique(targets).size != targets.size:
+            target = host_ids(target, "target")
+            if np.unique(target).size != target.size:
                 raise ArgumentError("target: a row stands twice")
         sources_at, targets_at = (
             self._staging.send_ids(ids, name, 0, self.num_rows).long()
