@@ -28,12 +28,6 @@ std::string kind_of(nb::handle value) { return Py_TYPE(value.ptr())->tp_name; }
   throw BadArgument(std::string(name) + ": " + why);
 }
 
-// Ends a Python error that a bad argument explains; others (Ctrl-C, no memory) go on.
-void forgive() {
-  if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)) throw nb::python_error();
-  PyErr_Clear();
-}
-
 bool is_named(PyTypeObject* type, const char* module, const char* name) {
   nb::handle handle(reinterpret_cast<PyObject*>(type));
   nb::object found_module = nb::getattr(handle, "__module__", nb::none());
@@ -74,6 +68,11 @@ NewArray<T> new_array(int64_t size, PyObject* dtype) {
 }
 
 }  // namespace
+
+void forgive() {
+  if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)) throw nb::python_error();
+  PyErr_Clear();
+}
 
 void init_arrays() {
   nb::object numpy = nb::module_::import_("numpy");

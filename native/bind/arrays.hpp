@@ -73,6 +73,9 @@ auto to_config(Read read) {
   }
 }
 
+// Ends a Python error that a bad argument explains; others (Ctrl-C, no memory) go on.
+void forgive();
+
 // A str argument, or an ArgumentError that names it.
 std::string to_text(nb::handle value, const char* name);
 

@@ -43,6 +43,8 @@ void translate(const std::exception_ptr& thrown, void*) {
     raise(type_of(e.fault), e.message, e.id, e.position);
   } catch (const BadConfig& e) {
     raise("ConfigError", e.what());
+  } catch (const Stale& e) {
+    raise("StaleError", e.what());
   } catch (const BadArgument& e) {
     raise("ArgumentError", e.what());
   } catch (const BrokenInvariant& e) {

@@ -10,6 +10,7 @@ NB_MODULE(_native, m) {
   init_errors();
   bind_free_list(m);
   bind_page_table(m);
+  bind_prefix_tree(m);
   m.def(
       "sum_ids",
       [](nb::handle ids) {

@@ -30,6 +30,11 @@ struct BadArgument : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// What an earlier call gave is no longer there.
+struct Stale : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 // Sizes that nothing can be built with.
 struct BadConfig : std::runtime_error {
   using std::runtime_error::runtime_error;

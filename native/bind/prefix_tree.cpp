@@ -1,0 +1,616 @@
+#include "core/prefix_tree.hpp"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "bind/arrays.hpp"
+#include "bind/module.hpp"
+#include "bind/tree.hpp"
+
+namespace pagoda::bind {
+
+namespace {
+
+constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMaxCount = std::numeric_limits<int64_t>::max() / 2;
+
+// pagoda.Match
+struct FoundMatch {
+  int64_t tree;
+  Match match;
+  nb::object page_ids;  // of column 0
+  nb::object columns;   // of all, where there are several
+};
+
+// pagoda.Lease
+struct HeldLease {
+  nb::object owner;
+  Tree* tree;
+  LeaseId id;
+  int64_t length;  // when it was released
+  bool is_released;
+};
+
+// pagoda.Freed
+struct FreedIds {
+  nb::object page_ids, columns, state_ids;
+};
+
+// Finds what keeps objects alive, for the garbage collector.
+int traverse_tree(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  for (const nb::object& listener : nb::inst_ptr<Tree>(self)->listeners) Py_VISIT(listener.ptr());
+  return 0;
+}
+
+int clear_tree(PyObject* self) {
+  if (nb::inst_ready(self)) {
+    std::vector<nb::object> listeners;
+    listeners.swap(nb::inst_ptr<Tree>(self)->listeners);
+  }
+  return 0;
+}
+
+int traverse_lease(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<HeldLease>(self)->owner.ptr());
+  return 0;
+}
+
+// A lease that is collected is never asked anything again: it may forget its tree.
+int clear_lease(PyObject* self) {
+  if (nb::inst_ready(self)) nb::object owner = std::move(nb::inst_ptr<HeldLease>(self)->owner);
+  return 0;
+}
+
+PyType_Slot tree_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_tree)},
+                            {Py_tp_clear, reinterpret_cast<void*>(clear_tree)},
+                            {0, nullptr}};
+PyType_Slot lease_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_lease)},
+                             {Py_tp_clear, reinterpret_cast<void*>(clear_lease)},
+                             {0, nullptr}};
+
+// A Python object around a T that is made in place.
+template <typename T>
+std::pair<nb::object, T*> make() {
+  nb::object object = nb::inst_alloc(nb::type<T>());
+  T* made = new (nb::inst_ptr<void>(object)) T();
+  nb::inst_mark_ready(object);
+  return {std::move(object), made};
+}
+
+void construct(Tree* self, nb::handle page_size, nb::handle windows, nb::handle states, nb::handle capacity) {
+  to_config([&] {
+    const int64_t size = to_int(page_size, "page_size", 1, kMaxId);
+    std::vector<int64_t> columns = to_windows(windows);
+    if (!PyBool_Check(states.ptr())) throw BadArgument("states: give True or False");
+    const int64_t tokens = to_int(capacity, "capacity", 0, kMaxId);
+    new (self) Tree(size, std::move(columns), states.ptr() == Py_True, tokens);
+  });
+}
+
+HeldLease& to_lease(const Tree& tree, nb::handle value) {
+  if (!nb::isinstance<HeldLease>(value)) throw BadArgument("lease: give what lock returned");
+  HeldLease& lease = *nb::inst_ptr<HeldLease>(value);
+  if (lease.tree != &tree) throw BadArgument("lease: this one is of another tree");
+  return lease;
+}
+
+// A lease that can be used.
+HeldLease& to_held_lease(const Tree& tree, nb::handle value) {
+  HeldLease& lease = to_lease(tree, value);
+  if (lease.is_released) {
+    throw BadId{IdFault::kNotHeld, lease.id.number, 0, "lease " + text(lease.id.number) + " was released"};
+  }
+  return lease;
+}
+
+int to_column(const Tree& tree, nb::handle column) {
+  return static_cast<int>(to_int(column, "column", 0, tree.core.num_columns() - 1));
+}
+
+// ── matching ────────────────────────────────────────────────────────────────────────────────────────
+
+nb::object match_one(const Tree& self, nb::handle tokens, nb::handle space, nb::handle extra_keys) {
+  SequenceArgument argument(tokens, space, extra_keys);
+  auto [object, made] = make<FoundMatch>();
+  made->tree = self.id;
+  self.core.match(argument.borrow(), made->match);
+  const int64_t pages = made->match.length / self.core.page_size();
+  auto first = new_int32(pages);
+  self.core.copy_pages(made->match, 0, first.data);
+  made->page_ids = std::move(first.array);
+  if (self.core.num_columns() > 1) {
+    nb::list columns;
+    columns.append(made->page_ids);
+    for (int c = 1; c < self.core.num_columns(); ++c) {
+      auto ids = new_int32(pages);
+      self.core.copy_pages(made->match, c, ids.data);
+      columns.append(ids.array);
+    }
+    made->columns = nb::tuple(columns);
+  }
+  return std::move(object);
+}
+
+// The prompts of a queue, each with its namespace and extra keys.
+template <typename Each>
+void for_prompts(nb::handle prompts, nb::handle namespaces, nb::handle extra_keys, Each each) {
+  const auto all = to_items(prompts, "prompts", "token arrays");
+  const bool is_one = PyBytes_Check(namespaces.ptr()) || PyUnicode_Check(namespaces.ptr());
+  std::vector<nb::object> spaces, keys;
+  if (!namespaces.is_none() && !is_one) spaces = to_items(namespaces, "namespaces", "one namespace a prompt");
+  if (!extra_keys.is_none()) keys = to_items(extra_keys, "extra_keys", "one list of extra keys a prompt");
+  if ((!namespaces.is_none() && !is_one && spaces.size() != all.size()) ||
+      (!extra_keys.is_none() && keys.size() != all.size())) {
+    throw BadArgument("give one namespace and one list of extra keys a prompt");
+  }
+  const nb::object plain = nb::bytes("", 0), no_keys = nb::make_tuple();
+  for (size_t i = 0; i < all.size(); ++i) {
+    const nb::handle space = is_one ? namespaces : spaces.empty() ? nb::handle(plain) : nb::handle(spaces[i]);
+    each(static_cast<int64_t>(i), all[i], space, keys.empty() ? nb::handle(no_keys) : nb::handle(keys[i]));
+  }
+}
+
+nb::list match_many(const Tree& self, nb::handle prompts, nb::handle namespaces, nb::handle extra_keys) {
+  nb::list matches;
+  for_prompts(prompts, namespaces, extra_keys, [&](int64_t, nb::handle tokens, nb::handle space, nb::handle keys) {
+    matches.append(match_one(self, tokens, space, keys));
+  });
+  return matches;
+}
+
+int64_t match_length(const Tree& self, nb::handle tokens, nb::handle space, nb::handle extra_keys) {
+  SequenceArgument argument(tokens, space, extra_keys);
+  return self.core.match_length(argument.borrow());
+}
+
+nb::object match_lengths(const Tree& self, nb::handle prompts, nb::handle namespaces, nb::handle extra_keys) {
+  std::vector<int32_t> lengths;
+  for_prompts(prompts, namespaces, extra_keys, [&](int64_t, nb::handle tokens, nb::handle space, nb::handle keys) {
+    lengths.push_back(static_cast<int32_t>(match_length(self, tokens, space, keys)));
+  });
+  return to_array(lengths);
+}
+
+// ── leases ──────────────────────────────────────────────────────────────────────────────────────────
+
+nb::object lock(nb::handle owner, nb::handle match) {
+  Tree& self = *nb::inst_ptr<Tree>(owner);
+  if (!nb::isinstance<FoundMatch>(match)) throw BadArgument("match: give what match returned");
+  const FoundMatch& found = *nb::inst_ptr<FoundMatch>(match);
+  if (found.tree != self.id) throw BadArgument("match: this one is of another tree");
+  auto [object, made] = make<HeldLease>();
+  made->owner = nb::borrow(owner);
+  made->tree = &self;
+  made->is_released = true;  // until it is there
+  made->id = self.core.lock(found.match);
+  made->is_released = false;
+  return std::move(object);
+}
+
+void release(Tree& self, nb::handle value) {
+  HeldLease& lease = to_lease(self, value);
+  if (lease.is_released) {
+    throw BadId{IdFault::kDoubleFree, lease.id.number, 0, "lease " + text(lease.id.number) + " was released before"};
+  }
+  lease.length = self.core.length(lease.id);
+  self.core.release(lease.id);
+  lease.is_released = true;
+}
+
+void leave(nb::handle self, nb::args) {
+  HeldLease& lease = *nb::inst_ptr<HeldLease>(self);
+  if (!lease.is_released && lease.tree->core.is_held(lease.id)) release(*lease.tree, self);
+}
+
+// ── storing and removing ────────────────────────────────────────────────────────────────────────────
+
+nb::object insert(Tree& self, nb::handle tokens, nb::handle page_ids, nb::handle lease, nb::handle space,
+                  nb::handle extra_keys, nb::handle checkpoints) {
+  const bool has_space = !space.is_none();
+  const nb::object plain = nb::bytes("", 0);
+  SequenceArgument sequence(tokens, has_space ? space : nb::handle(plain), extra_keys);
+  ColumnsArgument columns(page_ids, self.core.num_columns());
+  const std::vector<Checkpoint> states = to_checkpoints(checkpoints);
+  const LeaseId* id = nullptr;
+  if (!lease.is_none()) {
+    id = &to_held_lease(self, lease).id;
+    if (has_space) throw BadArgument("namespace: the lease has its own, give none");
+  }
+  auto [object, made] = make<Inserted>();
+  *made = self.core.insert(sequence.borrow(), columns.borrow(), id, states);
+  deliver(self);
+  return std::move(object);
+}
+
+nb::object carry_out(Tree& self, const PrefixTree::Sizes& sizes) {
+  auto [object, made] = make<FreedIds>();
+  std::vector<int32_t*> data;
+  auto first = new_int32(sizes.columns[0]);
+  data.push_back(first.data);
+  made->page_ids = std::move(first.array);
+  if (sizes.columns.size() > 1) {
+    nb::list columns;
+    columns.append(made->page_ids);
+    for (size_t c = 1; c < sizes.columns.size(); ++c) {
+      auto ids = new_int32(sizes.columns[c]);
+      data.push_back(ids.data);
+      columns.append(ids.array);
+    }
+    made->columns = nb::tuple(columns);
+  }
+  int32_t* states = nullptr;
+  if (self.core.has_states()) {
+    auto ids = new_int32(sizes.states);
+    states = ids.data;
+    made->state_ids = std::move(ids.array);
+  }
+  self.core.carry_out(data, states);
+  deliver(self);
+  return std::move(object);
+}
+
+nb::object evict(Tree& self, nb::handle n, nb::handle column) {
+  const int64_t tokens = to_int(n, "n", 0, kMaxCount);
+  return carry_out(self, self.core.plan_evict(tokens, to_column(self, column)));
+}
+
+nb::object evict_states(Tree& self, nb::handle n) {
+  if (!self.core.has_states()) throw BadArgument("this tree was made without states");
+  return carry_out(self, self.core.plan_evict_states(to_int(n, "n", 0, kMaxCount)));
+}
+
+nb::object drop(Tree& self, nb::handle space) { return carry_out(self, self.core.plan_drop(to_space(space))); }
+
+nb::object punch(Tree& self, nb::handle lease, nb::handle column, nb::handle end) {
+  const int which = to_column(self, column);
+  const int64_t until = to_int(end, "end", 0, kMaxCount);
+  auto ids = new_int32(self.core.plan_punch(to_held_lease(self, lease).id, which, until));
+  self.core.carry_out_punch(ids.data);
+  deliver(self);
+  return ids.array;
+}
+
+nb::object replace(Tree& self, nb::handle tokens, nb::handle page_ids, nb::handle space, nb::handle extra_keys) {
+  SequenceArgument sequence(tokens, space, extra_keys);
+  ColumnsArgument columns(page_ids, self.core.num_columns());
+  const std::vector<Ids> ids = columns.borrow();
+  const int64_t pages = self.core.plan_replace(sequence.borrow(), ids);
+  nb::list old;
+  std::vector<int32_t*> data;
+  for (int c = 0; c < self.core.num_columns(); ++c) {
+    auto array = new_int32(pages);
+    data.push_back(array.data);
+    old.append(array.array);
+  }
+  nb::object result = nb::tuple(old);
+  self.core.carry_out_replace(ids, data);
+  deliver(self);
+  return result;
+}
+
+nb::object page_ids(const Tree& self, nb::handle lease, nb::handle column) {
+  const int which = to_column(self, column);
+  const LeaseId id = to_held_lease(self, lease).id;
+  auto ids = new_int32(self.core.length(id) / self.core.page_size());
+  self.core.copy_pages(id, which, ids.data);
+  return ids.array;
+}
+
+// ── looking ─────────────────────────────────────────────────────────────────────────────────────────
+
+nb::object to_bytes(const std::string& name) { return nb::bytes(name.data(), name.size()); }
+
+nb::list namespaces(const Tree& self) {
+  nb::list names;
+  for (const std::string& name : self.core.namespaces()) names.append(to_bytes(name));
+  return names;
+}
+
+nb::object counts(const Tree& self) {
+  nb::object values = nb::module_::import_("pagoda.tree.values");
+  const auto tally = [&](Tally t) { return values.attr("Tally")(t.total, t.total - t.locked, t.locked); };
+  const PrefixTree& core = self.core;
+  nb::list columns;
+  for (int c = 0; c < core.num_columns(); ++c) columns.append(tally(core.pages(c)));
+  return values.attr("Counts")(tally(core.tokens()), nb::tuple(columns), tally(core.states()), core.num_nodes(),
+                               core.num_leaves(), core.num_leases());
+}
+
+nb::list nodes(const Tree& self, nb::handle max_nodes, nb::handle max_tokens, nb::handle space) {
+  const int64_t most = to_int(max_nodes, "max_nodes", 0, kMaxCount);
+  const int64_t run = to_int(max_tokens, "max_tokens", 0, kMaxCount);
+  std::string_view name;
+  if (!space.is_none()) name = to_space(space);
+  nb::object view = nb::module_::import_("pagoda.tree.values").attr("NodeView");
+  nb::list views;
+  for (const NodeInfo& node : self.core.nodes(most, run, space.is_none() ? nullptr : &name)) {
+    const nb::object parent = node.parent == 0 ? nb::none() : nb::object(nb::int_(node.parent));
+    views.append(view(node.number, parent, to_bytes(node.space), node.is_dropped, node.level, node.begin, node.end,
+                      to_array(node.tokens), to_tuple(node.columns), node.num_children, node.leases, node.used,
+                      to_tuple(node.checkpoints)));
+  }
+  return views;
+}
+
+nb::object windows(const Tree& self) {
+  nb::list columns;
+  for (int64_t window : self.core.windows()) columns.append(window == 0 ? nb::none() : nb::object(nb::int_(window)));
+  return nb::tuple(columns);
+}
+
+void listen(Tree& self, nb::handle listener) {
+  if (!PyCallable_Check(listener.ptr())) throw BadArgument("listener: give a callable that takes an event");
+  self.listeners.push_back(nb::borrow(listener));
+  self.core.listen(true);
+}
+
+void unlisten(Tree& self, nb::handle listener) {
+  // Comparing runs Python: it sees a copy.
+  const std::vector<nb::object> listeners = self.listeners;
+  for (const nb::object& each : listeners) {
+    if (!each.is(listener) && !each.equal(listener)) continue;
+    const auto it = std::find_if(self.listeners.begin(), self.listeners.end(),
+                                 [&](const nb::object& other) { return other.is(each); });
+    if (it == self.listeners.end()) break;
+    const nb::object gone = *it;
+    self.listeners.erase(it);
+    self.core.listen(!self.listeners.empty());
+    return;
+  }
+  throw BadArgument("listener: this one does not listen");
+}
+
+std::string repr(const Tree& self) {
+  const PrefixTree& core = self.core;
+  const int64_t locked = core.tokens().locked;
+  return "PrefixTree(" + text(core.tokens().total - locked) + " tokens evictable, " + text(locked) + " protected, in " +
+         text(core.num_nodes()) + " runs of pages of " + text(core.page_size()) + ")";
+}
+
+void bind_values(nb::module_& m) {
+  nb::class_<FoundMatch>(m, "Match", R"(What was found: a value, which protects nothing and changes nothing.
+
+Lock it to use its pages. Made by `PrefixTree.match`.)")
+      .def_prop_ro(
+          "length", [](const FoundMatch& self) { return self.match.length; },
+          "Tokens of the longest usable prefix, whole pages. O(1).")
+      .def_prop_ro(
+          "found", [](const FoundMatch& self) { return self.match.found; },
+          "Tokens whose pages are there, usable or not: at least `length`. O(1).")
+      .def_prop_ro(
+          "page_ids", [](const FoundMatch& self) { return self.page_ids; },
+          "The pages of column 0: [length / page_size] int32, holes -1. O(1).")
+      .def_prop_ro(
+          "columns",
+          [](const FoundMatch& self) { return self.columns.is_valid() ? self.columns : nb::make_tuple(self.page_ids); },
+          "The pages of every column, a tuple of arrays like `page_ids`. O(1).")
+      .def_prop_ro(
+          "state_id",
+          [](const FoundMatch& self) -> nb::object {
+            return self.match.state_id < 0 ? nb::none() : nb::object(nb::int_(self.match.state_id));
+          },
+          "The state of the checkpoint at `length`; None without states, and at length 0. O(1).")
+      .def("__repr__", [](const FoundMatch& self) {
+        return "Match(" + text(self.match.length) + " of " + text(self.match.found) + " tokens found)";
+      });
+
+  nb::class_<HeldLease>(m, "Lease", nb::type_slots(lease_slots),
+                        R"(One held reference to a matched prefix: its pages stay until it is released.
+
+Made by `PrefixTree.lock`; as a context manager it releases itself at the end, if still held.)")
+      .def_prop_ro(
+          "length",
+          [](const HeldLease& self) {
+            const bool is_held = !self.is_released && self.tree->core.is_held(self.id);
+            return is_held ? self.tree->core.length(self.id) : self.length;
+          },
+          "Tokens it protects; once released, those it protected. O(1).")
+      .def_prop_ro(
+          "number", [](const HeldLease& self) { return self.id.number; }, "Its own, never used again. O(1).")
+      .def_prop_ro(
+          "is_held", [](const HeldLease& self) { return !self.is_released && self.tree->core.is_held(self.id); },
+          "Whether it was neither released nor ended by a reset. O(1).")
+      .def("__enter__", [](nb::object self) { return self; })
+      .def("__exit__", &leave)
+      .def("__repr__", [](const HeldLease& self) {
+        const bool is_held = !self.is_released && self.tree->core.is_held(self.id);
+        return "Lease(" + text(self.id.number) + (is_held ? ", " + text(self.tree->core.length(self.id)) + " tokens)" : ", released)");
+      });
+
+  nb::class_<Inserted>(m, "Inserted", R"(What an insert found and what the tree took.
+
+The tree now owns the ids of pages from `present` to `stored`, those at `filled`, and `states`; all
+others are still the caller's.)")
+      .def_ro("present", &Inserted::present, "Tokens that were there before, counted from the beginning. O(1).")
+      .def_ro("stored", &Inserted::stored, "Tokens whose pages are there now. O(1).")
+      .def_ro("length", &Inserted::length, "Tokens of the longest usable prefix; where the lease ends. O(1).")
+      .def_prop_ro(
+          "filled", [](const Inserted& self) { return to_tuple(self.filled); },
+          "Holes that were filled: a tuple of one int32 array of page numbers a column, empty without windows. Cost: "
+          "their number.")
+      .def_prop_ro(
+          "states", [](const Inserted& self) { return to_array(self.states); },
+          "State ids that the tree took, int32. Cost: their number.")
+      .def("__repr__", [](const Inserted& self) {
+        return "Inserted(" + text(self.present) + " tokens present, " + text(self.stored) + " stored, " +
+               text(self.length) + " usable)";
+      });
+
+  nb::class_<FreedIds>(m, "Freed", "Ids that the tree gave back: the caller frees them.")
+      .def_prop_ro(
+          "page_ids", [](const FreedIds& self) { return self.page_ids; },
+          "Those of column 0: [n] int32, run after run. O(1).")
+      .def_prop_ro(
+          "columns",
+          [](const FreedIds& self) { return self.columns.is_valid() ? self.columns : nb::make_tuple(self.page_ids); },
+          "Those of every column, a tuple of arrays like `page_ids`. O(1).")
+      .def_prop_ro(
+          "state_ids", [](const FreedIds& self) { return self.state_ids.is_valid() ? self.state_ids : to_array({}); },
+          "Those of checkpoints, int32. O(1).")
+      .def("__repr__", [](const FreedIds& self) {
+        return "Freed(" + text(static_cast<int64_t>(nb::len(self.page_ids))) + " pages)";
+      });
+}
+
+}  // namespace
+
+void bind_prefix_tree(nb::module_& m) {
+  bind_values(m);
+  const nb::object plain = nb::bytes("", 0), none = nb::make_tuple();
+  nb::class_<Tree>(m, "PrefixTree", nb::type_slots(tree_slots), nb::is_weak_referenceable(),
+                   R"(What is already computed: tokens in, the ids of the pages that hold them out.
+
+One column of page ids a paged group: None in `windows` for full attention, else the window in tokens.
+`states`: prefixes are usable only at checkpoints. `capacity`: tokens whose storage is made up front, so
+that no call waits for memory. docs/tree.md says exactly what each call does. Several threads may call.
+Memory: about 8.5 bytes a token at page size 1 and 4.5 at 16, and 100 a run.
+
+Errors: ConfigError for arguments that nothing can be built with; MemoryError.)")
+      .def("__init__", &construct, nb::arg("page_size").none() = 1, nb::kw_only(),
+           nb::arg("windows").none() = nb::make_tuple(nb::none()), nb::arg("states").none() = false,
+           nb::arg("capacity").none() = 0,
+           nb::sig("def __init__(self, page_size: int = 1, *, windows: Sequence[int | None] = (None,), states: bool = "
+                   "False, capacity: int = 0) -> None"))
+      .def_prop_ro(
+          "page_size", [](const Tree& self) { return self.core.page_size(); }, "Tokens a page. O(1).")
+      .def_prop_ro("windows", &windows, "The window of each column, None where there is none. O(columns).")
+      .def_prop_ro(
+          "has_states", [](const Tree& self) { return self.core.has_states(); },
+          "Whether prefixes are usable only at checkpoints. O(1).")
+      .def_prop_ro(
+          "num_tokens", [](const Tree& self) { return self.core.tokens().total; }, "Tokens held. O(1).")
+      .def_prop_ro(
+          "evictable_tokens", [](const Tree& self) { return self.core.tokens().total - self.core.tokens().locked; },
+          "Tokens that no lease protects. O(1).")
+      .def_prop_ro(
+          "protected_tokens", [](const Tree& self) { return self.core.tokens().locked; },
+          "Tokens that leases protect, each counted once. O(1).")
+      .def_prop_ro(
+          "num_nodes", [](const Tree& self) { return self.core.num_nodes(); }, "Runs. O(1).")
+      .def_prop_ro(
+          "num_leaves", [](const Tree& self) { return self.core.num_leaves(); }, "Runs that nothing continues. O(1).")
+      .def_prop_ro(
+          "num_leases", [](const Tree& self) { return self.core.num_leases(); }, "Leases not yet released. O(1).")
+      .def("match", &match_one, nb::arg("tokens").none(), nb::arg("namespace").none() = plain,
+           nb::arg("extra_keys").none() = none,
+           nb::sig("def match(self, tokens: IdsLike, namespace: bytes | str = b'', extra_keys: Sequence[ExtraKey] = "
+                   "()) -> Match"),
+           R"(The longest usable prefix of these tokens. Splits nothing, renews nothing, protects nothing.
+
+Cost O(prefix), close to comparing the tokens and copying the ids. Errors: OutOfRangeError for a
+negative token; ArgumentError.)")
+      .def("match_length", &match_length, nb::arg("tokens").none(), nb::arg("namespace").none() = plain,
+           nb::arg("extra_keys").none() = none,
+           nb::sig("def match_length(self, tokens: IdsLike, namespace: bytes | str = b'', extra_keys: "
+                   "Sequence[ExtraKey] = ()) -> int"),
+           "The length of `match` alone: no ids are read. Cost O(prefix). Errors: as `match`.")
+      .def("match_many", &match_many, nb::arg("prompts").none(), nb::arg("namespaces").none() = nb::none(),
+           nb::arg("extra_keys").none() = nb::none(),
+           nb::sig("def match_many(self, prompts: Sequence[IdsLike], namespaces: bytes | str | Sequence[bytes | str] | "
+                   "None = None, extra_keys: Sequence[Sequence[ExtraKey]] | None = None) -> list[Match]"),
+           R"(A match for each prompt of a queue, in one call.
+
+namespaces: None, one for all, or one a prompt. Cost: the sum of the matches. Errors: as `match`.)")
+      .def("match_lengths", &match_lengths, nb::arg("prompts").none(), nb::arg("namespaces").none() = nb::none(),
+           nb::arg("extra_keys").none() = nb::none(),
+           nb::sig("def match_lengths(self, prompts: Sequence[IdsLike], namespaces: bytes | str | Sequence[bytes | "
+                   "str] | None = None, extra_keys: Sequence[Sequence[ExtraKey]] | None = None) -> "
+                   "npt.NDArray[np.int32]"),
+           "The lengths of `match_many` alone: [prompts] int32. Cost: the sum of the matches. Errors: as `match`.")
+      .def("lock", &lock, nb::arg("match").none(), nb::sig("def lock(self, match: Match) -> Lease"),
+           R"(Protects what is still there of a match, down to nothing, until the lease is released.
+
+A run is split where the lease ends inside it. Cost O(runs that become protected), and one chunk for
+a split. Errors: ArgumentError for a match of another tree.)")
+      .def("release", &release, nb::arg("lease").none(), nb::sig("def release(self, lease: Lease) -> None"),
+           R"(Gives a lease back: what nobody else protects is evictable, and the most recently used.
+
+Cost O(runs that become evictable). Errors: DoubleFreeError when it was released before; StaleError
+when the tree was reset since; ArgumentError for a lease of another tree.)")
+      .def(
+          "demote",
+          [](Tree& self, nb::handle lease) { self.core.demote(to_held_lease(self, lease).id); }, nb::arg("lease").none(),
+          nb::sig("def demote(self, lease: Lease) -> None"),
+          R"(When this lease is released, what only it protects and nothing else continues is the coldest.
+
+O(1). Errors: NotHeldError, StaleError, ArgumentError.)")
+      .def("insert", &insert, nb::arg("tokens").none(), nb::arg("page_ids").none(), nb::arg("lease").none() = nb::none(),
+           nb::kw_only(), nb::arg("namespace").none() = nb::none(), nb::arg("extra_keys").none() = none,
+           nb::arg("checkpoints").none() = none,
+           nb::sig("def insert(self, tokens: IdsLike, page_ids: IdsLike | Sequence[IdsLike], lease: Lease | None = "
+                   "None, *, namespace: bytes | str | None = None, extra_keys: Sequence[ExtraKey] = (), checkpoints: "
+                   "Sequence[tuple[int, int]] = ()) -> Inserted"),
+           R"(Stores the whole pages of a sequence, or, with a lease, of what follows the lease, which then covers them.
+
+The tree owns the pages from `present` to `stored` of the result; the rest stays the caller's. New
+pages continue the last run in place where they can. Cost O(tokens given). Errors: OutOfRangeError for a token, page or state id;
+ArgumentError for lengths that do not fit; StaleError for a lease of a dropped namespace; NotHeldError.)")
+      .def("page_ids", &page_ids, nb::arg("lease").none(), nb::arg("column").none() = 0,
+           nb::sig("def page_ids(self, lease: Lease, column: int = 0) -> npt.NDArray[np.int32]"),
+           R"(The pages along a lease's path as they are now: [length / page_size] int32, holes -1.
+
+Cost O(length / page_size). Errors: NotHeldError, StaleError, ArgumentError.)")
+      .def("evict", &evict, nb::arg("n").none(), nb::arg("column").none() = 0,
+           nb::sig("def evict(self, n: int, column: int = 0) -> Freed"),
+           R"(Frees n tokens, rounded up to pages of a column, off the tails of the coldest leaves.
+
+The caller owns the ids it returns. Cost: what it frees. Errors: CapacityError when less is
+evictable; ArgumentError.)")
+      .def("evict_states", &evict_states, nb::arg("n").none(), nb::sig("def evict_states(self, n: int) -> Freed"),
+           R"(Frees n checkpoints, coldest first, with the pages that only they could resume.
+
+The caller owns the ids it returns. Cost: what it frees. Errors: CapacityError; ArgumentError.)")
+      .def("punch", &punch, nb::arg("lease").none(), nb::arg("column").none(), nb::arg("end").none(),
+           nb::sig("def punch(self, lease: Lease, column: int, end: int) -> npt.NDArray[np.int32]"),
+           R"(Makes holes of a window column's pages before `end` on a lease's path, where no other lease is.
+
+The caller owns the ids it returns. Cost O(pages before end). Errors: ArgumentError for a column without a window;
+NotHeldError, StaleError.)")
+      .def("replace", &replace, nb::arg("tokens").none(), nb::arg("page_ids").none(), nb::kw_only(),
+           nb::arg("namespace").none() = plain, nb::arg("extra_keys").none() = none,
+           nb::sig("def replace(self, tokens: IdsLike, page_ids: IdsLike | Sequence[IdsLike], *, namespace: bytes | str "
+                   "= b'', extra_keys: Sequence[ExtraKey] = ()) -> tuple[npt.NDArray[np.int32], ...]"),
+           R"(Gives pages that are all there other ids, and returns the old ones, an array a column.
+
+The tree owns the new ids, the caller the old. Cost O(tokens). Errors: ArgumentError when not all are there; as
+`insert`.)")
+      .def("drop", &drop, nb::arg("namespace").none(), nb::sig("def drop(self, namespace: bytes | str) -> Freed"),
+           R"(Forgets a namespace: nothing of it is found any more. What leases protect goes when they are released.
+
+The caller owns the ids it returns. Cost: its runs. Errors: ArgumentError.)")
+      .def("namespaces", &namespaces, nb::sig("def namespaces(self) -> list[bytes]"),
+           "Namespaces that have pages or leases, sorted. Cost: their number.")
+      .def(
+          "reset",
+          [](Tree& self) { self.core.reset(); }, nb::sig("def reset(self) -> None"),
+          "Forgets everything, leases included; all ids are the caller's. Cost O(nodes). Tells no listener.")
+      .def("counts", &counts, nb::sig("def counts(self) -> Counts"), "What it holds, kept up to date. O(columns).")
+      .def(
+          "check", [](const Tree& self) { self.core.check(); }, nb::sig("def check(self) -> None"),
+          "Verifies invariants 10 to 12, 14 and 15. Cost: a walk over all of it. Errors: InvariantError.")
+      .def("listen", &listen, nb::arg("listener").none(),
+           nb::sig("def listen(self, listener: Callable[[Stored | Removed], object]) -> None"),
+           R"(From now on this callable gets every event, in order, when the call that made it is done.
+
+O(1); calls then cost a copy of what they store or remove. What a listener raises goes to
+sys.unraisablehook. Errors: ArgumentError.)")
+      .def("unlisten", &unlisten, nb::arg("listener").none(),
+           nb::sig("def unlisten(self, listener: Callable[[Stored | Removed], object]) -> None"),
+           "Ends what `listen` began. O(listeners). Errors: ArgumentError when it does not listen.")
+      .def("nodes", &nodes, nb::arg("max_nodes").none() = 1000, nb::arg("max_tokens").none() = 32,
+           nb::arg("namespace").none() = nb::none(),
+           nb::sig("def nodes(self, max_nodes: int = 1000, max_tokens: int = 32, namespace: bytes | str | None = None) "
+                   "-> list[NodeView]"),
+           R"(Nodes to look at: parents before children, children in the order of their tokens.
+
+Cost O(nodes shown and their siblings, leases). Errors: ArgumentError.)")
+      .def("__repr__", &repr);
+}
+
+}  // namespace pagoda::bind

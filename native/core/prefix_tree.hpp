@@ -1,0 +1,349 @@
+// What is already computed. In: tokens, out: the ids of the pages that hold them. docs/tree.md says what
+// each call does; here is how.
+//
+// Nodes are entries of one array, addressed by index; a freed entry is used again, a node's number
+// never. The root of a namespace is a node without tokens. `locks` of a node counts the leases that end there and the children that
+// are locked, so locking stops at the first ancestor that is locked already, and a node is protected
+// exactly while it is not zero. A lease always ends where its node ends.
+//
+// A match is a value that may be locked much later. What makes that safe: tokens before a node's
+// end never change while the node lives (a trimmed node does not grow again), a split leaves the
+// lower half its number, and both halves have the family of the run they came from.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "core/child_table.hpp"
+#include "core/errors.hpp"
+#include "core/eviction_order.hpp"
+#include "core/extra_keys.hpp"
+#include "core/free_list.hpp"
+#include "core/grow_array.hpp"
+#include "core/page_math.hpp"
+#include "core/runs.hpp"
+
+namespace pagoda {
+
+// A node of a match's path, and how far the match goes by its end.
+struct Step {
+  int64_t number;
+  int64_t family;
+  int32_t node;
+  int32_t end;
+  uint32_t hash;
+};
+
+// Most paths are short: the first steps need no memory of their own.
+class Path {
+ public:
+  int64_t size() const { return size_; }
+  const Step& operator[](int64_t i) const { return i < kFew ? few_[i] : many_[static_cast<size_t>(i - kFew)]; }
+  Step& back() { return size_ <= kFew ? few_[size_ - 1] : many_.back(); }
+  void push(const Step& step) {
+    if (size_ < kFew) {
+      few_[size_] = step;
+    } else {
+      many_.push_back(step);
+    }
+    ++size_;
+  }
+  void pop() {
+    if (size_-- > kFew) many_.pop_back();
+  }
+
+ private:
+  static constexpr int64_t kFew = 5;
+  int64_t size_ = 0;
+  Step few_[kFew];
+  std::vector<Step> many_;
+};
+
+struct Match {
+  std::string space;
+  int64_t length = 0;
+  int64_t found = 0;
+  int32_t state_id = -1;
+  int64_t made = 0;      // the next family when it was made
+  int32_t root = -1;     // -1: the namespace was not there
+  int64_t root_number = 0;
+  Path path;  // down to `length`
+};
+
+// Tokens of a namespace, from position `base` on.
+struct Sequence {
+  std::string_view space;
+  Ids tokens;
+  const std::vector<KeyRange>* ranges;  // null: no extra keys
+};
+
+struct Checkpoint {
+  int32_t length;
+  int32_t state_id;
+};
+
+struct LeaseId {
+  int32_t slot;
+  int64_t number;
+};
+
+struct Inserted {
+  int64_t present = 0;
+  int64_t stored = 0;
+  int64_t length = 0;
+  std::vector<std::vector<int32_t>> filled;  // page numbers, a column; empty: none
+  std::vector<int32_t> states;
+};
+
+struct TreeEvent {
+  bool is_stored;
+  std::string space;
+  int64_t position;
+  int32_t parent;  // 0: none
+  std::vector<int32_t> tokens;
+  std::vector<std::vector<int32_t>> columns;
+  std::vector<Checkpoint> states;
+};
+
+struct NodeInfo {
+  int64_t number, parent;  // parent 0: a root
+  std::string space;
+  bool is_dropped;
+  int64_t level, begin, end;
+  std::vector<int32_t> tokens;
+  std::vector<std::vector<int32_t>> columns;
+  int64_t num_children, leases, used;
+  std::vector<Checkpoint> checkpoints;
+};
+
+struct Tally {
+  int64_t total = 0;
+  int64_t locked = 0;
+};
+
+class PrefixTree {
+ public:
+  // windows: one entry a column, 0 for a column without holes. hash_mask makes keys collide, for tests.
+  PrefixTree(int64_t page_size, std::vector<int64_t> windows, bool has_states, int64_t capacity,
+             uint32_t hash_mask = ~uint32_t{0});
+
+  int64_t page_size() const { return math_.size(); }
+  const std::vector<int64_t>& windows() const { return windows_; }
+  int num_columns() const { return static_cast<int>(windows_.size()); }
+  bool has_states() const { return has_states_; }
+  Tally tokens() const { return tokens_; }
+  Tally pages(int column) const;
+  Tally states() const { return states_; }
+  int64_t num_nodes() const { return num_nodes_; }
+  int64_t num_leaves() const { return num_leaves_; }
+  int64_t num_leases() const { return num_leases_; }
+  std::vector<std::string> namespaces() const;
+
+  void match(const Sequence& sequence, Match& match) const;
+  int64_t match_length(const Sequence& sequence) const;
+  // The page ids of a match that was made just now: [length / page_size].
+  void copy_pages(const Match& match, int column, int32_t* out) const;
+
+  LeaseId lock(const Match& match);
+  void release(LeaseId lease);
+  void demote(LeaseId lease);
+  bool is_held(LeaseId lease) const;
+  int64_t length(LeaseId lease) const;
+  void copy_pages(LeaseId lease, int column, int32_t* out) const;
+
+  // lease: null for none. columns: one entry a column.
+  Inserted insert(const Sequence& sequence, const std::vector<Ids>& columns, const LeaseId* lease,
+                  const std::vector<Checkpoint>& checkpoints);
+
+  // The ids that a removal frees, by column, and the states; planned first, so that whoever takes them has made
+  // room, then carried out.
+  struct Sizes {
+    std::vector<int64_t> columns;
+    int64_t states;
+  };
+  const Sizes& plan_evict(int64_t n, int column);
+  const Sizes& plan_evict_states(int64_t n);
+  const Sizes& plan_drop(std::string_view space);
+  void carry_out(const std::vector<int32_t*>& columns, int32_t* states);
+
+  int64_t plan_punch(LeaseId lease, int column, int64_t end);
+  void carry_out_punch(int32_t* out);
+
+  // How many pages a replace of this sequence gives back a column.
+  int64_t plan_replace(const Sequence& sequence, const std::vector<Ids>& columns);
+  void carry_out_replace(const std::vector<Ids>& columns, const std::vector<int32_t*>& out);
+
+  void reset();
+  void check() const;
+
+  std::vector<NodeInfo> nodes(int64_t max_nodes, int64_t max_tokens, const std::string_view* space) const;
+
+  void listen(bool on) { is_listened_ = on; }
+  bool has_events() const { return !events_.empty(); }
+  std::vector<TreeEvent> take_events() { return std::exchange(events_, {}); }
+
+ private:
+  struct Node {
+    int32_t parent;  // of a freed entry: the next freed one
+    int32_t first_child, next_sibling, prev_sibling;
+    int32_t num_children;
+    int32_t locks;
+    Run run;
+    int32_t begin;
+    uint32_t hash;     // of (parent, first page)
+    int64_t number;    // 0: freed
+    int64_t family;
+    int64_t used;
+    bool is_trimmed;   // lost its tail: never grows in place again
+    bool is_dropped;   // a root whose namespace was dropped
+    int32_t end() const { return begin + run.length; }
+    bool is_root() const { return parent < 0; }
+  };
+  struct Lease {
+    int64_t number;  // 0: free
+    int32_t node;
+    int32_t root;
+    bool is_demoted;
+  };
+  // Tokens [to, from) of a node go; to 0: the node goes.
+  struct Cut {
+    int32_t node;
+    int32_t from;
+    int32_t to;
+  };
+  // Where a walk ended: `depth` tokens down, in `node` (at its end, or inside it).
+  struct Place {
+    int32_t node;
+    int64_t depth;
+  };
+  struct Hole {
+    int column;
+    int64_t page;  // of the sequence
+  };
+
+  bool is_plain() const { return !has_states_ && !has_windows_; }
+  bool is_window(int column) const { return windows_[static_cast<size_t>(column)] > 0; }
+  const Lease& require(LeaseId lease) const;
+  void require_tokens(Ids tokens) const;
+  void require_columns(Ids tokens, const std::vector<Ids>& columns) const;
+  void require_checkpoints(const std::vector<Checkpoint>& checkpoints, int64_t base, int64_t end) const;
+  void require_evictable(int64_t wanted, const std::string& what, Tally tally) const;
+
+  uint32_t hash(int32_t parent, const int32_t* page) const;
+  int32_t find_root(std::string_view space) const;
+  int32_t child_of(int32_t parent, const int32_t* page) const;
+  // Follows entries [depth - base, ...) down from a place at the end of a node; each(node, depth) for every node entered.
+  template <bool with_ids, typename Each>
+  Place walk(Place from, const int32_t* entries, int64_t base, int64_t end, Each each) const;
+  // The deepest usable place at or above one.
+  Place usable(Place place) const;
+  int64_t last_hole(Place place, int column) const;
+  Place climb(Place place) const;
+  // What is left of a match.
+  Place survivor(const Match& match) const;
+
+  // Room for nodes and chunks: what follows does not fail.
+  void reserve(int64_t nodes, int64_t chunks);
+  int32_t new_node(int32_t parent, int64_t begin);
+  int32_t find_or_make_root(std::string_view space);
+  void free_node(int32_t node);
+  void link(int32_t node);     // into its parent's children and the table
+  void remove(int32_t node);   // an unprotected leaf
+  void free_root_if_empty(int32_t root);
+  // Cuts a node in two; the upper half is returned.
+  int32_t split(int32_t node, int64_t at);
+  int32_t end_at(Place place) { return place.depth < nodes_[place.node].end() ? split(place.node, place.depth) : place.node; }
+  int32_t add_leaf(int32_t parent, int64_t begin);
+  void hold(int32_t node);
+  void let_go(int32_t node);
+  void let_go_coldest(int32_t node);
+  void touch(int32_t node);
+  // Counts what a node holds in or out of the locked.
+  void count_locked(int32_t node, int64_t sign);
+  int64_t held(int column, int32_t node) const {
+    return is_window(column) ? held_[static_cast<size_t>(column)][node] : math_.page(nodes_[node].run.length);
+  }
+  int64_t count_held(const Run& run, int column, int64_t begin, int64_t end) const;
+  void add_held(int32_t node, int column, int64_t n);
+
+  template <typename Choose>
+  void plan(int64_t target, const Choose& choose);
+  void begin_plan(bool is_drop);
+  void cut(int32_t node, int64_t from, int64_t to);
+  void apply(const Cut& cut);
+  int32_t last_checkpoint(int32_t node, int64_t length) const;  // relative to its begin; 0: none
+  TreeEvent event(bool is_stored, int32_t node, int64_t begin, int64_t end) const;
+  std::vector<int32_t> decode(const int32_t* entries, int64_t n) const;
+  const std::string& space_of(int32_t node) const;
+  [[noreturn]] void broken(int number, int32_t node, const std::string& what) const;
+  void check_node(int32_t index, std::vector<bool>& chunks) const;
+  void check_order() const;
+
+  PageMath math_;
+  std::vector<int64_t> windows_;
+  bool has_states_;
+  bool has_windows_ = false;
+  uint64_t seed_;
+  uint32_t hash_mask_;
+
+  GrowArray<Node> nodes_;
+  int32_t free_node_ = -1;
+  RunStore runs_;
+  ChildTable children_;
+  LeastRecentlyUsed order_;
+  ExtraKeys extra_keys_;
+  std::vector<GrowArray<int32_t>> held_;             // a window column: pages that are not holes, by node
+  std::vector<std::vector<Checkpoint>> checkpoints_;  // with states: by node, ascending
+  std::map<std::string, int32_t, std::less<>> roots_;
+  std::unordered_map<int32_t, std::string> names_;  // of roots, dropped ones too
+  int32_t default_root_ = -1;                       // of the namespace ""
+
+  std::vector<Lease> leases_;
+  std::vector<int32_t> free_leases_;
+
+  Tally tokens_, states_;
+  std::vector<Tally> window_pages_;  // of window columns, by column
+  int64_t num_nodes_ = 0, num_leaves_ = 0, num_leases_ = 0;
+  int64_t next_number_ = 1, next_family_ = 1, next_lease_ = 1;
+  int64_t now_ = 0, cold_ = 0;
+  int64_t replaced_ = 0;  // the family that the last replace gave
+
+  bool is_listened_ = false;
+  std::vector<TreeEvent> events_;
+
+  // Of a plan, until it is carried out.
+  std::vector<Cut> cuts_;
+  std::vector<TreeEvent> cut_events_;
+  Sizes sizes_;
+  bool is_drop_ = false;
+  int32_t dropped_root_ = -1;
+  std::unordered_map<int32_t, std::pair<int32_t, int32_t>> planned_;  // node: tokens left, children left
+  int planned_column_ = 0;
+  int64_t planned_pages_ = 0;
+  std::vector<int32_t> path_;  // scratch of a call
+};
+
+template <bool with_ids, typename Each>
+PrefixTree::Place PrefixTree::walk(Place at, const int32_t* entries, int64_t base, int64_t end, Each each) const {
+  while (end - at.depth >= math_.size()) {
+    const int32_t* rest = entries + (at.depth - base);
+    const int32_t child = child_of(at.node, rest);
+    if (child < 0) break;
+    const Run& run = nodes_[child].run;
+    const int64_t n = std::min<int64_t>(run.length, math_.first_slot(math_.page(end - at.depth)));
+    const int64_t same = math_.first_slot(math_.page(runs_.common<with_ids>(run, rest, n)));
+    at = {child, at.depth + same};
+    each(child, at.depth);
+    if (same < run.length) break;
+  }
+  return at;
+}
+
+}  // namespace pagoda

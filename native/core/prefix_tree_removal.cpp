@@ -1,0 +1,397 @@
+// What takes pages out of the tree, or gives them other ids. Each call is planned first, which changes nothing,
+// and then carried out, which cannot fail.
+#include <algorithm>
+
+#include "core/prefix_tree.hpp"
+
+namespace pagoda {
+
+void PrefixTree::require_evictable(int64_t wanted, const std::string& what, Tally tally) const {
+  const int64_t evictable = tally.total - tally.locked;
+  if (wanted > evictable) throw OutOfIds{what, wanted, evictable, tally.total};
+}
+
+void PrefixTree::begin_plan(bool is_drop) {
+  is_drop_ = is_drop;
+  cuts_.clear();
+  cut_events_.clear();
+  std::fill(sizes_.columns.begin(), sizes_.columns.end(), 0);
+  sizes_.states = 0;
+}
+
+// Adds a cut to the plan.
+void PrefixTree::cut(int32_t node, int64_t from, int64_t to) {
+  cuts_.push_back({node, static_cast<int32_t>(from), static_cast<int32_t>(to)});
+  const Node& at = nodes_[node];
+  for (int c = 0; c < num_columns(); ++c) {
+    const int64_t begin = math_.page(to), end = math_.page(from);
+    const bool is_whole = to == 0 && from == at.run.length;
+    sizes_.columns[static_cast<size_t>(c)] +=
+        !is_window(c) ? end - begin : is_whole ? held(c, node) : count_held(at.run, c, begin, end);
+  }
+  if (has_states_) {
+    for (const Checkpoint& checkpoint : checkpoints_[static_cast<size_t>(node)]) {
+      sizes_.states += checkpoint.length > at.begin + to && checkpoint.length <= at.begin + from;
+    }
+  }
+  if (is_listened_) {
+    TreeEvent gone = event(false, node, at.begin + to, at.begin + from);
+    if (has_states_) {
+      for (const Checkpoint& checkpoint : checkpoints_[static_cast<size_t>(node)]) {
+        if (checkpoint.length > at.begin + to && checkpoint.length <= at.begin + from) gone.states.push_back(checkpoint);
+      }
+    }
+    cut_events_.push_back(std::move(gone));
+  }
+}
+
+// Walks the order, cutting each node to what `choose` leaves of it, until the target is reached. choose(node,
+// length, missing) → tokens to keep of `length`, and how many of `missing` that frees.
+template <typename Choose>
+void PrefixTree::plan(int64_t target, const Choose& choose) {
+  planned_.clear();
+  const auto state = [this](int32_t node) -> std::pair<int32_t, int32_t>& {
+    return planned_.try_emplace(node, nodes_[node].run.length, nodes_[node].num_children).first->second;
+  };
+  int64_t got = 0;
+  for (int32_t node = order_.coldest(); got < target;) {
+    if (state(node).first == 0) {  // went with its children
+      node = order_.after(node);
+      continue;
+    }
+    const int32_t length = state(node).first;
+    const auto [keep, freed] = choose(node, length, target - got);
+    got += freed;
+    cut(node, length, keep);
+    state(node).first = keep;
+    if (keep > 0) continue;
+    // A parent that becomes a leaf keeps only what a checkpoint can resume from.
+    for (int32_t parent = nodes_[node].parent; has_states_; parent = nodes_[parent].parent) {
+      if (nodes_[parent].is_root() || --state(parent).second > 0 || nodes_[parent].locks > 0) break;
+      auto& [left, children] = state(parent);
+      const int32_t last = last_checkpoint(parent, left);
+      if (last < left) {
+        const Sizes before = sizes_;
+        cut(parent, left, last);
+        left = last;
+        got += choose.freed(before, sizes_);
+      }
+      if (last > 0) break;
+    }
+  }
+}
+
+namespace {
+
+// Frees pages of one column.
+struct PagesOf {
+  int column;
+  int64_t freed(const PrefixTree::Sizes& before, const PrefixTree::Sizes& after) const {
+    return after.columns[static_cast<size_t>(column)] - before.columns[static_cast<size_t>(column)];
+  }
+};
+
+// Frees checkpoints.
+struct States {
+  int64_t freed(const PrefixTree::Sizes& before, const PrefixTree::Sizes& after) const {
+    return after.states - before.states;
+  }
+};
+
+template <typename What, typename Keep>
+struct Choice : What {
+  Choice(What what, Keep keep) : What(what), keep(keep) {}
+  auto operator()(int32_t node, int32_t length, int64_t missing) const { return keep(node, length, missing); }
+  Keep keep;
+};
+
+}  // namespace
+
+const PrefixTree::Sizes& PrefixTree::plan_evict(int64_t n, int column) {
+  const int64_t pages = math_.pages_for(n);
+  if (column == 0 && !is_window(0)) {
+    require_evictable(n, "evictable tokens", tokens_);
+  } else {
+    require_evictable(pages, "evictable pages of column " + text(column), this->pages(column));
+  }
+  begin_plan(false);
+  if (is_plain()) {
+    int64_t left = math_.first_slot(pages);
+    for (int32_t node = order_.coldest(); left > 0;) {
+      const Node& at = nodes_[node];
+      const int32_t next = order_.after(node);
+      // What removing this one and looking at the next will touch.
+      children_.prefetch(at.hash);
+      runs_.prefetch_links(at.run);
+      __builtin_prefetch(&nodes_[at.parent]);
+      if (at.next_sibling >= 0) __builtin_prefetch(&nodes_[at.next_sibling].prev_sibling);
+      if (at.prev_sibling >= 0) __builtin_prefetch(&nodes_[at.prev_sibling].next_sibling);
+      if (next >= 0) {
+        __builtin_prefetch(&nodes_[next]);
+        __builtin_prefetch(reinterpret_cast<const char*>(&nodes_[next]) + 64);
+        order_.prefetch(next);
+      }
+      const int64_t keep = std::max<int64_t>(0, at.run.length - left);
+      left -= at.run.length - keep;
+      cut(node, at.run.length, keep);
+      node = next;
+    }
+    return sizes_;
+  }
+  const auto keep = [&](int32_t node, int32_t length, int64_t missing) {
+    // The last page that has to go, and back to the checkpoint before it.
+    const Node& at = nodes_[node];
+    int64_t page = math_.page(length), freed = 0;
+    while (page > 0 && freed < missing) {
+      --page;
+      freed += count_held(at.run, column, page, page + 1);
+    }
+    int32_t to = static_cast<int32_t>(math_.first_slot(page));
+    if (has_states_) to = last_checkpoint(node, to);
+    return std::pair<int32_t, int64_t>(to, freed + count_held(at.run, column, math_.page(to), page));
+  };
+  plan(pages, Choice<PagesOf, decltype(keep)>({column}, keep));
+  return sizes_;
+}
+
+const PrefixTree::Sizes& PrefixTree::plan_evict_states(int64_t n) {
+  require_evictable(n, "evictable states", states_);
+  begin_plan(false);
+  const auto keep = [&](int32_t node, int32_t length, int64_t missing) {
+    int64_t freed = 0;
+    int32_t to = length;
+    while (freed < missing && (to = last_checkpoint(node, to)) > 0) {
+      ++freed;
+      --to;
+    }
+    return std::pair<int32_t, int64_t>(to > 0 ? last_checkpoint(node, to) : 0, freed);
+  };
+  plan(n, Choice<States, decltype(keep)>({}, keep));
+  return sizes_;
+}
+
+const PrefixTree::Sizes& PrefixTree::plan_drop(std::string_view space) {
+  begin_plan(true);
+  dropped_root_ = find_root(space);
+  if (dropped_root_ < 0) return sizes_;
+  // A run before its children, newest child first.
+  for (int32_t node = nodes_[dropped_root_].first_child; node >= 0;) {
+    if (nodes_[node].locks == 0) cut(node, nodes_[node].run.length, 0);
+    if (nodes_[node].first_child >= 0) {
+      node = nodes_[node].first_child;
+      continue;
+    }
+    while (node != dropped_root_ && nodes_[node].next_sibling < 0) node = nodes_[node].parent;
+    node = node == dropped_root_ ? -1 : nodes_[node].next_sibling;
+  }
+  return sizes_;
+}
+
+void PrefixTree::apply(const Cut& cut) {
+  Node& at = nodes_[cut.node];
+  if (!extra_keys_.empty()) {
+    runs_.for_tokens(at.run, cut.to, cut.from, [&](const int32_t* gone, int64_t n) { extra_keys_.remove(gone, n); });
+  }
+  tokens_.total -= cut.from - cut.to;
+  for (int c = 0; c < num_columns(); ++c) {
+    if (is_window(c)) add_held(cut.node, c, -count_held(at.run, c, math_.page(cut.to), math_.page(cut.from)));
+  }
+  if (has_states_) {
+    auto& all = checkpoints_[static_cast<size_t>(cut.node)];
+    const auto first =
+        std::find_if(all.begin(), all.end(), [&](const Checkpoint& c) { return c.length > at.begin + cut.to; });
+    states_.total -= all.end() - first;
+    all.erase(first, all.end());
+  }
+  runs_.trim(at.run, cut.to);
+  at.is_trimmed = true;
+  if (cut.to == 0) remove(cut.node);
+}
+
+void PrefixTree::carry_out(const std::vector<int32_t*>& columns, int32_t* states) {
+  events_.reserve(events_.size() + cut_events_.size());
+  for (size_t c = 0; c < columns.size(); ++c) {
+    int32_t* out = columns[c];
+    for (const Cut& cut : cuts_) {
+      const Run& run = nodes_[cut.node].run;
+      const int64_t begin = math_.page(cut.to), end = math_.page(cut.from);
+      if (!is_window(static_cast<int>(c))) {
+        runs_.copy_pages(run, static_cast<int>(c), begin, end, out);
+        out += end - begin;
+        continue;
+      }
+      runs_.for_pages(run, static_cast<int>(c), begin, end, [&](const int32_t* ids, int64_t n) {
+        out = std::copy_if(ids, ids + n, out, [](int32_t id) { return id >= 0; });
+      });
+    }
+  }
+  if (has_states_) {
+    for (const Cut& cut : cuts_) {
+      const int64_t begin = nodes_[cut.node].begin;
+      for (const Checkpoint& checkpoint : checkpoints_[static_cast<size_t>(cut.node)]) {
+        if (checkpoint.length > begin + cut.to && checkpoint.length <= begin + cut.from) *states++ = checkpoint.state_id;
+      }
+    }
+  }
+  if (!is_drop_) {
+    for (const Cut& cut : cuts_) apply(cut);
+  } else if (dropped_root_ >= 0) {
+    Node& root = nodes_[dropped_root_];
+    ++root.locks;  // it outlives its children until here
+    for (auto cut = cuts_.rbegin(); cut != cuts_.rend(); ++cut) apply(*cut);
+    const auto name = names_.find(dropped_root_);
+    if (name->second.empty()) default_root_ = -1;
+    roots_.erase(name->second);
+    root.is_dropped = true;
+    --root.locks;
+    free_root_if_empty(dropped_root_);
+  }
+  for (TreeEvent& gone : cut_events_) events_.push_back(std::move(gone));
+  cut_events_.clear();
+}
+
+int64_t PrefixTree::plan_punch(LeaseId id, int column, int64_t end) {
+  if (!is_window(column)) throw BadArgument("column " + text(column) + " has no window: its pages are all needed");
+  int32_t node = require(id).node;
+  path_.clear();
+  cut_events_.clear();
+  planned_column_ = column;
+  planned_pages_ = math_.page(end);  // a page that reaches past `end` stays
+  int64_t num = 0;
+  for (; !nodes_[node].is_root() && nodes_[node].locks == 1; node = nodes_[node].parent) {
+    const Node& at = nodes_[node];
+    const int64_t first = math_.page(at.begin);
+    if (first >= planned_pages_) continue;
+    path_.push_back(node);
+    num += count_held(at.run, column, 0, std::min(planned_pages_, math_.page(at.end())) - first);
+  }
+  std::reverse(path_.begin(), path_.end());
+  if (is_listened_) {
+    for (int32_t each : path_) {
+      const Node& at = nodes_[each];
+      const int64_t first = math_.page(at.begin);
+      int64_t page = first;
+      runs_.for_pages(at.run, column, 0, std::min(planned_pages_, math_.page(at.end())) - first,
+                      [&](const int32_t* ids, int64_t n) {
+                        for (int64_t i = 0; i < n; ++i, ++page) {
+                          if (ids[i] < 0) continue;
+                          TreeEvent gone =
+                              event(false, each, math_.first_slot(page), math_.first_slot(page + 1));
+                          for (int c = 0; c < num_columns(); ++c) {
+                            if (c != column) gone.columns[static_cast<size_t>(c)][0] = -1;
+                          }
+                          cut_events_.push_back(std::move(gone));
+                        }
+                      });
+    }
+    events_.reserve(events_.size() + cut_events_.size());
+  }
+  return num;
+}
+
+void PrefixTree::carry_out_punch(int32_t* out) {
+  for (int32_t node : path_) {
+    const Node& at = nodes_[node];
+    int64_t punched = 0;
+    runs_.for_pages(at.run, planned_column_, 0, std::min(planned_pages_, math_.page(at.end())) - math_.page(at.begin),
+                    [&](int32_t* ids, int64_t n) {
+                      for (int64_t i = 0; i < n; ++i) {
+                        if (ids[i] < 0) continue;
+                        *out++ = ids[i];
+                        ids[i] = -1;
+                        ++punched;
+                      }
+                    });
+    add_held(node, planned_column_, -punched);
+  }
+  for (TreeEvent& gone : cut_events_) events_.push_back(std::move(gone));
+  cut_events_.clear();
+}
+
+int64_t PrefixTree::plan_replace(const Sequence& sequence, const std::vector<Ids>& columns) {
+  require_tokens(sequence.tokens);
+  require_columns(sequence.tokens, columns);
+  const int64_t end = math_.first_slot(math_.page(sequence.tokens.size));
+  std::vector<int32_t> translated;
+  const int32_t* entries = sequence.tokens.data;
+  if (sequence.ranges != nullptr) {
+    translated = extra_keys_.find(entries, sequence.tokens.size, 0, *sequence.ranges);
+    entries = translated.data();
+  }
+  path_.clear();
+  cut_events_.clear();
+  const int32_t root = find_root(sequence.space);
+  const auto step = [&](int32_t node, int64_t) { path_.push_back(node); };
+  const int64_t found = root < 0 ? 0 : walk<false>({root, 0}, entries, 0, end, step).depth;
+  if (found != end) {
+    throw BadArgument("only " + text(found) + " of " + text(end) + " tokens are in the tree: replace what a match finds");
+  }
+  if (is_listened_ && end > 0) {
+    TreeEvent gone{false, std::string(sequence.space), 0, 0, {}, {}, {}};
+    gone.tokens.assign(sequence.tokens.data, sequence.tokens.data + end);
+    TreeEvent news = gone;
+    news.is_stored = true;
+    for (int c = 0; c < num_columns(); ++c) {
+      const Ids ids = columns[static_cast<size_t>(c)];
+      news.columns.emplace_back(ids.data, ids.data + math_.page(end));
+      std::vector<int32_t> old(static_cast<size_t>(math_.page(end)));
+      for (int32_t node : path_) {
+        const Node& at = nodes_[node];
+        const int64_t n = math_.page(std::min<int64_t>(at.end(), end) - at.begin);
+        runs_.copy_pages(at.run, c, 0, n, old.data() + math_.page(at.begin));
+      }
+      gone.columns.push_back(std::move(old));
+    }
+    cut_events_.push_back(std::move(gone));
+    cut_events_.push_back(std::move(news));
+    events_.reserve(events_.size() + 2);
+  }
+  planned_pages_ = math_.page(end);
+  return planned_pages_;
+}
+
+void PrefixTree::carry_out_replace(const std::vector<Ids>& columns, const std::vector<int32_t*>& out) {
+  for (int32_t node : path_) {
+    const Node& at = nodes_[node];
+    const int64_t first = math_.page(at.begin);
+    const int64_t n = std::min(math_.page(at.run.length), planned_pages_ - first);
+    for (int c = 0; c < num_columns(); ++c) {
+      const Ids ids = columns[static_cast<size_t>(c)];
+      int64_t page = first, more = 0;
+      runs_.for_pages(at.run, c, 0, n, [&](int32_t* mine, int64_t size) {
+        for (int64_t i = 0; i < size; ++i, ++page) {
+          more += (ids[page] >= 0) - (mine[i] >= 0);
+          out[static_cast<size_t>(c)][page] = mine[i];
+          mine[i] = ids[page];
+        }
+      });
+      if (is_window(c)) add_held(node, c, more);
+    }
+    nodes_[node].family = next_family_;
+  }
+  if (planned_pages_ > 0) replaced_ = next_family_++;
+  for (TreeEvent& each : cut_events_) events_.push_back(std::move(each));
+  cut_events_.clear();
+}
+
+void PrefixTree::reset() {
+  nodes_.clear();
+  free_node_ = -1;
+  runs_.clear();
+  children_.clear();
+  order_.clear();
+  extra_keys_.clear();
+  for (auto& held : held_) held.clear();
+  checkpoints_.clear();
+  roots_.clear();
+  names_.clear();
+  default_root_ = -1;
+  for (Lease& lease : leases_) lease.number = 0;
+  free_leases_.clear();
+  for (size_t slot = leases_.size(); slot-- > 0;) free_leases_.push_back(static_cast<int32_t>(slot));
+  tokens_ = states_ = {};
+  std::fill(window_pages_.begin(), window_pages_.end(), Tally{});
+  num_nodes_ = num_leaves_ = num_leases_ = 0;
+}
+
+}  // namespace pagoda

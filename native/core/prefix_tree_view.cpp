@@ -1,0 +1,261 @@
+// Looking at the tree: events, pictures, and the proof that all of it fits together.
+#include <algorithm>
+
+#include "core/prefix_tree.hpp"
+
+namespace pagoda {
+
+const std::string& PrefixTree::space_of(int32_t node) const {
+  while (!nodes_[node].is_root()) node = nodes_[node].parent;
+  return names_.find(node)->second;
+}
+
+std::vector<int32_t> PrefixTree::decode(const int32_t* entries, int64_t n) const {
+  std::vector<int32_t> tokens(entries, entries + n);
+  if (!extra_keys_.empty()) {
+    for (int32_t& token : tokens) token = extra_keys_.token(token);
+  }
+  return tokens;
+}
+
+TreeEvent PrefixTree::event(bool is_stored, int32_t node, int64_t begin, int64_t end) const {
+  const Node& at = nodes_[node];
+  TreeEvent event{is_stored, space_of(node), begin, 0, {}, {}, {}};
+  if (begin > 0) {
+    const Node& before = begin > at.begin ? at : nodes_[at.parent];
+    const int64_t page = math_.page(begin - before.begin);
+    runs_.copy_pages(before.run, 0, page - 1, page, &event.parent);
+  }
+  std::vector<int32_t> entries(static_cast<size_t>(end - begin));
+  runs_.copy_tokens(at.run, begin - at.begin, end - at.begin, entries.data());
+  event.tokens = decode(entries.data(), end - begin);
+  for (int c = 0; c < num_columns(); ++c) {
+    auto& ids = event.columns.emplace_back(static_cast<size_t>(math_.page(end - begin)));
+    runs_.copy_pages(at.run, c, math_.page(begin - at.begin), math_.page(end - at.begin), ids.data());
+  }
+  return event;
+}
+
+std::vector<NodeInfo> PrefixTree::nodes(int64_t max_nodes, int64_t max_tokens, const std::string_view* space) const {
+  std::unordered_map<int32_t, int64_t> leases;  // by node: those that protect it
+  for (const Lease& lease : leases_) {
+    if (lease.number == 0) continue;
+    int32_t node = lease.node;
+    for (++leases[node]; !nodes_[node].is_root(); ++leases[node]) node = nodes_[node].parent;
+  }
+  // Still to show, next one last; and how deep it stands.
+  std::vector<std::pair<int32_t, int64_t>> todo;
+  std::vector<std::pair<int64_t, int32_t>> dropped;
+  for (const auto& [root, name] : names_) {
+    if (nodes_[root].is_dropped && (space == nullptr || name == *space)) dropped.emplace_back(nodes_[root].number, root);
+  }
+  std::sort(dropped.rbegin(), dropped.rend());
+  for (const auto& each : dropped) todo.emplace_back(each.second, 0);
+  for (auto it = roots_.rbegin(); it != roots_.rend(); ++it) {
+    if (space == nullptr || it->first == *space) todo.emplace_back(it->second, 0);
+  }
+
+  // Children in the order of their first page.
+  const auto is_less = [this](int32_t a, int32_t b) {
+    const int32_t* left = runs_.first_page(nodes_[a].run);
+    const int32_t* right = runs_.first_page(nodes_[b].run);
+    for (int64_t i = 0; i < math_.size(); ++i) {
+      if (left[i] == right[i]) continue;
+      const int32_t x = extra_keys_.token(left[i]), y = extra_keys_.token(right[i]);
+      if (x != y) return x < y;
+      // The same token: without a key first, then by key.
+      if (left[i] >= 0 || right[i] >= 0) return left[i] >= 0;
+      return extra_keys_.of(left[i]) < extra_keys_.of(right[i]);
+    }
+    return false;
+  };
+  std::vector<NodeInfo> views;
+  std::vector<int32_t> children;
+  while (!todo.empty() && static_cast<int64_t>(views.size()) < max_nodes) {
+    const auto [index, level] = todo.back();
+    todo.pop_back();
+    const Node& node = nodes_[index];
+    NodeInfo view{};
+    view.number = node.number;
+    view.parent = node.is_root() ? 0 : nodes_[node.parent].number;
+    view.space = space_of(index);
+    int32_t root = index;
+    while (!nodes_[root].is_root()) root = nodes_[root].parent;
+    view.is_dropped = nodes_[root].is_dropped;
+    view.level = level;
+    view.begin = node.begin;
+    view.end = node.end();
+    const int64_t pages = math_.pages_for(std::min<int64_t>(max_tokens, node.run.length));
+    const int64_t shown = std::min<int64_t>(max_tokens, node.run.length);
+    std::vector<int32_t> entries(static_cast<size_t>(shown));
+    runs_.copy_tokens(node.run, 0, shown, entries.data());
+    view.tokens = decode(entries.data(), shown);
+    for (int c = 0; c < num_columns(); ++c) {
+      auto& ids = view.columns.emplace_back(static_cast<size_t>(pages));
+      runs_.copy_pages(node.run, c, 0, pages, ids.data());
+    }
+    view.num_children = node.num_children;
+    const auto held = leases.find(index);
+    view.leases = held == leases.end() ? 0 : held->second;
+    view.used = node.is_root() ? 0 : node.used;
+    if (has_states_) view.checkpoints = checkpoints_[static_cast<size_t>(index)];
+    views.push_back(std::move(view));
+
+    children.clear();
+    for (int32_t child = node.first_child; child >= 0; child = nodes_[child].next_sibling) children.push_back(child);
+    const int64_t room = std::min<int64_t>(static_cast<int64_t>(children.size()), max_nodes);
+    std::partial_sort(children.begin(), children.begin() + room, children.end(), is_less);
+    for (int64_t i = room; i-- > 0;) todo.emplace_back(children[static_cast<size_t>(i)], level + 1);
+  }
+  return views;
+}
+
+void PrefixTree::broken(int number, int32_t node, const std::string& what) const {
+  throw BrokenInvariant{number, "node " + text(nodes_[node].number) + ": " + what};
+}
+
+// Links, run and rules of one node; its chunks are marked.
+void PrefixTree::check_node(int32_t index, std::vector<bool>& chunks) const {
+  const Node& node = nodes_[index];
+  if (node.number <= 0) broken(10, index, "it was freed, but is linked");
+  int64_t num_children = 0;
+  for (int32_t child = node.first_child, before = -1; child >= 0; child = nodes_[child].next_sibling) {
+    const Node& at = nodes_[child];
+    if (at.parent != index || at.prev_sibling != before) broken(10, child, "its links do not lead back");
+    if (at.begin != node.end()) broken(10, child, "it does not begin where its parent ends");
+    before = child;
+    ++num_children;
+  }
+  if (num_children != node.num_children) broken(10, index, "its children are miscounted");
+  if (node.is_root()) {
+    if (node.run.length != 0 || node.begin != 0) broken(10, index, "a root has tokens");
+    return;
+  }
+  if (node.run.length <= 0 || math_.offset(node.run.length) != 0) broken(10, index, "it holds no whole pages");
+  if (!runs_.mark(node.run, chunks)) broken(14, index, "its chunks are somebody else's, or their chain is broken");
+  const int32_t* page = runs_.first_page(node.run);
+  if (node.hash != hash(node.parent, page) || child_of(node.parent, page) != index) {
+    broken(10, index, "the table does not lead to it");
+  }
+  for (int c = 0; c < num_columns(); ++c) {
+    const int64_t pages = math_.page(node.run.length), held_pages = count_held(node.run, c, 0, pages);
+    if (!is_window(c) && held_pages != pages) broken(15, index, "a column without a window has a hole");
+    if (held(c, index) != held_pages) broken(11, index, "its pages are miscounted");
+  }
+  if (has_states_) {
+    int64_t before = node.begin;
+    for (const Checkpoint& checkpoint : checkpoints_[static_cast<size_t>(index)]) {
+      if (checkpoint.length <= before || checkpoint.length > node.end()) broken(15, index, "a checkpoint is misplaced");
+      before = checkpoint.length;
+    }
+    if (node.first_child < 0 && before != node.end()) broken(15, index, "a leaf ends without a checkpoint");
+  }
+}
+
+// Lists every unprotected node once, coldest first, before its parent.
+void PrefixTree::check_order() const {
+  std::vector<bool> seen(static_cast<size_t>(nodes_.size()), false);
+  int64_t listed = 0, unlocked = 0, used = std::numeric_limits<int64_t>::min();
+  for (int32_t node = order_.coldest(); node >= 0; node = order_.after(node)) {
+    const Node& at = nodes_[node];
+    if (at.number <= 0 || at.is_root() || at.locks > 0 || seen[static_cast<size_t>(node)]) {
+      broken(12, node, "it is listed for eviction, but is not an unprotected node, or is listed twice");
+    }
+    if (at.used < used) broken(12, node, "it is listed behind a node that was used later");
+    used = at.used;
+    for (int32_t child = at.first_child; child >= 0; child = nodes_[child].next_sibling) {
+      if (!seen[static_cast<size_t>(child)]) broken(12, node, "it is listed before its child");
+    }
+    seen[static_cast<size_t>(node)] = true;
+    ++listed;
+  }
+  for (int64_t i = 0; i < nodes_.size(); ++i) {
+    unlocked += nodes_[i].number > 0 && !nodes_[i].is_root() && nodes_[i].locks == 0;
+  }
+  if (listed != unlocked) throw BrokenInvariant{12, "not every unprotected node is listed for eviction"};
+}
+
+void PrefixTree::check() const {
+  std::vector<bool> chunks(static_cast<size_t>(runs_.num_chunks()), false);
+  std::vector<int32_t> locks(static_cast<size_t>(nodes_.size()), 0);
+  Tally tokens, states;
+  std::vector<Tally> pages(windows_.size());
+  std::map<int32_t, int64_t> keys;
+  int64_t num_nodes = 0, num_leaves = 0, num_leases = 0, reached = 0;
+  for (const Lease& lease : leases_) {
+    if (lease.number == 0) continue;
+    ++num_leases;
+    ++locks[static_cast<size_t>(lease.node)];
+    if (nodes_[lease.node].number <= 0) broken(12, lease.node, "a lease ends at it, but it was freed");
+  }
+  for (const auto& [name, root] : roots_) {
+    const auto it = names_.find(root);
+    if (it == names_.end() || it->second != name || nodes_[root].is_dropped) broken(10, root, "it has two names");
+  }
+  std::vector<int32_t> order;  // parents before children
+  for (const auto& [root, name] : names_) {
+    if (!nodes_[root].is_root()) broken(10, root, "a root has a parent");
+    if (!nodes_[root].is_dropped && find_root(name) != root) broken(10, root, "its namespace does not lead to it");
+    order.push_back(root);
+  }
+  for (size_t i = 0; i < order.size(); ++i) {
+    const Node& node = nodes_[order[i]];
+    if (++reached > nodes_.size()) throw BrokenInvariant{10, "the tree has a ring"};
+    check_node(order[i], chunks);
+    for (int32_t child = node.first_child; child >= 0; child = nodes_[child].next_sibling) order.push_back(child);
+    if (node.is_root()) {
+      if (node.first_child < 0 && node.locks == 0) broken(10, order[i], "an empty namespace is kept");
+      continue;
+    }
+    ++num_nodes;
+    num_leaves += node.first_child < 0;
+    const auto add = [&](Tally& tally, int64_t n) {
+      tally.total += n;
+      if (node.locks > 0) tally.locked += n;
+    };
+    add(tokens, node.run.length);
+    for (int c = 0; c < num_columns(); ++c) add(pages[static_cast<size_t>(c)], held(c, order[i]));
+    if (has_states_) add(states, static_cast<int64_t>(checkpoints_[static_cast<size_t>(order[i])].size()));
+    if (!extra_keys_.empty()) {
+      runs_.for_tokens(node.run, 0, node.run.length, [&](const int32_t* entries, int64_t n) {
+        for (int64_t t = 0; t < n; ++t) {
+          if (entries[t] < 0) ++keys[entries[t]];
+        }
+      });
+    }
+  }
+  for (size_t i = order.size(); i-- > 0;) {
+    const Node& node = nodes_[order[i]];
+    if (locks[static_cast<size_t>(order[i])] != node.locks) {
+      broken(12, order[i], text(node.locks) + " locks are counted, there are " + text(locks[static_cast<size_t>(order[i])]));
+    }
+    if (node.locks > 0 && !node.is_root()) ++locks[static_cast<size_t>(node.parent)];
+  }
+  const auto require = [](int64_t counted, int64_t found, const char* what) {
+    if (counted != found) {
+      throw BrokenInvariant{11, text(counted) + " " + what + " are counted, a walk finds " + text(found)};
+    }
+  };
+  require(num_nodes_, num_nodes, "nodes");
+  require(num_leaves_, num_leaves, "leaves");
+  require(num_leases_, num_leases, "leases");
+  require(static_cast<int64_t>(free_leases_.size()), static_cast<int64_t>(leases_.size()) - num_leases, "free leases");
+  require(tokens_.total, tokens.total, "tokens");
+  require(tokens_.locked, tokens.locked, "protected tokens");
+  require(states_.total, states.total, "states");
+  require(states_.locked, states.locked, "protected states");
+  for (int c = 0; c < num_columns(); ++c) {
+    require(this->pages(c).total, pages[static_cast<size_t>(c)].total, "pages of a column");
+    require(this->pages(c).locked, pages[static_cast<size_t>(c)].locked, "protected pages of a column");
+  }
+  require(children_.size(), num_nodes, "entries of the table");
+  int64_t freed = 0;
+  for (int32_t node = free_node_; node >= 0 && freed <= nodes_.size(); node = nodes_[node].parent) ++freed;
+  require(freed + reached, nodes_.size(), "entries of nodes, used and free,");
+  if (!runs_.free_chunks_are_right(chunks)) throw BrokenInvariant{14, "a chunk is in no run and not free, or in both"};
+  require(extra_keys_.size(), static_cast<int64_t>(keys.size()), "tokens under extra keys");
+  for (const auto& [entry, n] : keys) require(extra_keys_.count(entry), n, "uses of an extra key");
+  check_order();
+}
+
+}  // namespace pagoda

@@ -1,0 +1,185 @@
+#include "core/runs.hpp"
+
+namespace pagoda {
+
+namespace {
+constexpr int64_t kChunkTokens = 64;
+}
+
+RunStore::RunStore(int64_t page_size, int num_columns, int64_t capacity)
+    : page_(page_size),
+      chunk_pages_(std::max<int64_t>(1, kChunkTokens / page_size)),
+      chunk_tokens_(chunk_pages_ * page_size),
+      columns_(static_cast<size_t>(num_columns)) {
+  if (capacity == 0) return;
+  const int64_t chunks = capacity / chunk_tokens_ + 1;
+  tokens_.commit(chunks * chunk_tokens_);
+  for (auto& column : columns_) column.commit(chunks * chunk_pages_);
+  next_.commit(chunks);
+  prev_.commit(chunks);
+}
+
+void RunStore::reserve(int64_t n) {
+  const int64_t fresh = n - num_free_;
+  if (fresh <= 0) return;
+  const int64_t chunks = num_chunks() + fresh;
+  tokens_.reserve(chunks * chunk_tokens_);
+  for (auto& column : columns_) column.reserve(chunks * chunk_pages_);
+  next_.reserve(chunks);
+  prev_.reserve(chunks);
+}
+
+int32_t RunStore::take() {
+  if (free_ >= 0) {
+    const int32_t chunk = free_;
+    free_ = next_[chunk];
+    --num_free_;
+    return chunk;
+  }
+  const int64_t chunk = num_chunks();
+  tokens_.extend(chunk_tokens_);
+  for (auto& column : columns_) column.extend(chunk_pages_);
+  next_.extend(1);
+  prev_.extend(1);
+  return static_cast<int32_t>(chunk);
+}
+
+void RunStore::give(int32_t chunk) {
+  next_[chunk] = free_;
+  free_ = chunk;
+  ++num_free_;
+}
+
+int32_t RunStore::chunk_at(const Run& run, int64_t at) const {
+  int64_t hops = (run.offset + at) / chunk_tokens_;
+  const int64_t last = (run.offset + run.length - 1) / chunk_tokens_;
+  if (hops <= last / 2) {
+    int32_t chunk = run.head;
+    while (hops-- > 0) chunk = next_[chunk];
+    return chunk;
+  }
+  int32_t chunk = run.tail;
+  for (hops = last - hops; hops > 0; --hops) chunk = prev_[chunk];
+  return chunk;
+}
+
+void RunStore::append(Run& run, const int32_t* tokens, const std::vector<const int32_t*>& columns, int64_t n) {
+  int64_t done = 0;
+  while (done < n) {
+    int64_t used = (run.offset + run.length) % chunk_tokens_;
+    if (run.length == 0) {
+      run.head = run.tail = take();
+      prev_[run.head] = next_[run.head] = -1;
+      run.offset = 0;
+      used = 0;
+    } else if (used == 0) {
+      const int32_t chunk = take();
+      next_[run.tail] = chunk;
+      prev_[chunk] = run.tail;
+      next_[chunk] = -1;
+      run.tail = chunk;
+    }
+    const int64_t piece = std::min(chunk_tokens_ - used, n - done);
+    std::memcpy(tokens_.data() + run.tail * chunk_tokens_ + used, tokens + done,
+                static_cast<size_t>(piece) * sizeof(int32_t));
+    for (size_t c = 0; c < columns_.size(); ++c) {
+      std::memcpy(columns_[c].data() + run.tail * chunk_pages_ + used / page_, columns[c] + done / page_,
+                  static_cast<size_t>(piece / page_) * sizeof(int32_t));
+    }
+    run.length += static_cast<int32_t>(piece);
+    done += piece;
+  }
+}
+
+Run RunStore::split(Run& run, int64_t at) {
+  const int32_t chunk = chunk_at(run, at);
+  const int64_t offset = (run.offset + at) % chunk_tokens_;
+  Run rest{chunk, run.tail, static_cast<int32_t>(offset), static_cast<int32_t>(run.length - at)};
+  if (offset == 0) {
+    run.tail = prev_[chunk];
+    prev_[chunk] = -1;
+  } else {
+    // Both halves lie in this chunk: the rest gets one of its own, its tokens where they were.
+    const int32_t copy = take();
+    std::memcpy(tokens_.data() + copy * chunk_tokens_ + offset, tokens_.data() + chunk * chunk_tokens_ + offset,
+                static_cast<size_t>(chunk_tokens_ - offset) * sizeof(int32_t));
+    for (auto& column : columns_) {
+      int32_t* ids = column.data();
+      std::memcpy(ids + copy * chunk_pages_ + offset / page_, ids + chunk * chunk_pages_ + offset / page_,
+                  static_cast<size_t>(chunk_pages_ - offset / page_) * sizeof(int32_t));
+    }
+    prev_[copy] = -1;
+    next_[copy] = next_[chunk];
+    if (next_[chunk] >= 0) prev_[next_[chunk]] = copy;
+    rest.head = copy;
+    if (run.tail == chunk) rest.tail = copy;
+    run.tail = chunk;
+  }
+  next_[run.tail] = -1;
+  run.length = static_cast<int32_t>(at);
+  return rest;
+}
+
+void RunStore::trim(Run& run, int64_t length) {
+  // Last chunk first: taken again, they come in their old order.
+  int64_t keep = length == 0 ? 0 : (run.offset + length - 1) / chunk_tokens_ + 1;
+  int64_t have = (run.offset + run.length + chunk_tokens_ - 1) / chunk_tokens_;
+  for (; have > keep; --have) {
+    const int32_t chunk = run.tail;
+    run.tail = prev_[chunk];
+    give(chunk);
+  }
+  if (length > 0) {
+    next_[run.tail] = -1;
+    run.length = static_cast<int32_t>(length);
+  } else {
+    run = Run{};
+  }
+}
+
+void RunStore::copy_tokens(const Run& run, int64_t begin, int64_t end, int32_t* out) const {
+  for_tokens(run, begin, end, [&](const int32_t* tokens, int64_t n) {
+    std::memcpy(out, tokens, static_cast<size_t>(n) * sizeof(int32_t));
+    out += n;
+  });
+}
+
+void RunStore::copy_pages(const Run& run, int column, int64_t begin, int64_t end, int32_t* out) const {
+  for_pages(run, column, begin, end, [&](const int32_t* ids, int64_t n) {
+    std::memcpy(out, ids, static_cast<size_t>(n) * sizeof(int32_t));
+    out += n;
+  });
+}
+
+bool RunStore::mark(const Run& run, std::vector<bool>& seen) const {
+  int32_t chunk = run.head, before = -1;
+  int64_t length = -run.offset;
+  if (run.offset < 0 || run.offset >= chunk_tokens_ || run.length <= 0) return false;
+  for (; chunk >= 0; chunk = next_[chunk]) {
+    if (chunk >= num_chunks() || seen[chunk] || prev_[chunk] != before) return false;
+    seen[chunk] = true;
+    before = chunk;
+    length += chunk_tokens_;
+  }
+  return before == run.tail && length >= run.length && length - run.length < chunk_tokens_;
+}
+
+bool RunStore::free_chunks_are_right(std::vector<bool>& seen) const {
+  int64_t n = 0;
+  for (int32_t chunk = free_; chunk >= 0; chunk = next_[chunk], ++n) {
+    if (seen[chunk]) return false;
+    seen[chunk] = true;
+  }
+  return n == num_free_ && std::find(seen.begin(), seen.end(), false) == seen.end();
+}
+
+void RunStore::clear() {
+  tokens_.clear();
+  for (auto& column : columns_) column.clear();
+  next_.clear();
+  prev_.clear();
+  free_ = -1;
+  num_free_ = 0;
+}
+
+}  // namespace pagoda

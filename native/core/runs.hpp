@@ -1,0 +1,176 @@
+// Where the tokens and page ids of a tree's nodes lie.
+//
+// A run is a chain of chunks. A chunk holds 64 tokens (one page, where a page is longer) and, a column
+// of page ids, the ids of their pages. Runs grow and are trimmed at their end and never move: a request
+// that commits page by page copies nothing, and a trimmed tail is memory at once. Half a chunk a run is
+// the price. The links of chunks lie apart from their contents, so that a walk knows ahead of time what
+// to fetch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "core/grow_array.hpp"
+
+namespace pagoda {
+
+// Tokens [offset, offset + length) of a chain.
+struct Run {
+  int32_t head = -1;
+  int32_t tail = -1;
+  int32_t offset = 0;
+  int32_t length = 0;
+};
+
+class RunStore {
+ public:
+  // `capacity` tokens are committed up front.
+  RunStore(int64_t page_size, int num_columns, int64_t capacity);
+
+  int64_t page_size() const { return page_; }
+  int64_t chunk_tokens() const { return chunk_tokens_; }
+  int64_t num_chunks() const { return next_.size(); }
+  int64_t num_free_chunks() const { return num_free_; }
+
+  // Chunks that n more tokens of a run take.
+  int64_t chunks_to_append(const Run& run, int64_t n) const {
+    const int64_t used = run.length == 0 ? 0 : (run.offset + run.length) % chunk_tokens_;
+    return (n - (used == 0 ? 0 : chunk_tokens_ - used) + chunk_tokens_ - 1) / chunk_tokens_;
+  }
+
+  // Room for n more chunks: what follows does not fail.
+  void reserve(int64_t n);
+
+  // n tokens, whole pages, and a column's ids of these pages, at the end of a run.
+  void append(Run& run, const int32_t* tokens, const std::vector<const int32_t*>& columns, int64_t n);
+
+  // The run keeps its first `at` tokens; the rest is returned. Takes a chunk at most.
+  Run split(Run& run, int64_t at);
+
+  // The run keeps its first `length` tokens.
+  void trim(Run& run, int64_t length);
+
+  // How many of n tokens equal the first of the run; n is at most the run's length. With ids, those of column 0 are
+  // fetched meanwhile: whoever copies them next finds them in cache.
+  template <bool with_ids>
+  int64_t common(const Run& run, const int32_t* tokens, int64_t n) const;
+
+  // Tokens [begin, end) of a run, and the page ids of pages [begin, end) of it.
+  void copy_tokens(const Run& run, int64_t begin, int64_t end, int32_t* out) const;
+  void copy_pages(const Run& run, int column, int64_t begin, int64_t end, int32_t* out) const;
+
+  // Calls each(ids, n) for the stretches of pages [begin, end) of a run, in order.
+  template <typename Each>
+  void for_pages(const Run& run, int column, int64_t begin, int64_t end, Each each) const {
+    for_pieces(run, begin * page_, end * page_, [&](int32_t chunk, int64_t offset, int64_t n) {
+      each(columns_[column].data() + chunk * chunk_pages_ + offset / page_, n / page_);
+    });
+  }
+  template <typename Each>
+  void for_pages(const Run& run, int column, int64_t begin, int64_t end, Each each) {
+    const RunStore& self = *this;
+    self.for_pages(run, column, begin, end,
+                   [&](const int32_t* ids, int64_t n) { each(const_cast<int32_t*>(ids), n); });
+  }
+
+  // The same for tokens [begin, end).
+  template <typename Each>
+  void for_tokens(const Run& run, int64_t begin, int64_t end, Each each) const {
+    for_pieces(run, begin, end, [&](int32_t chunk, int64_t offset, int64_t n) {
+      each(tokens_.data() + chunk * chunk_tokens_ + offset, n);
+    });
+  }
+
+  const int32_t* first_page(const Run& run) const { return tokens_.data() + run.head * chunk_tokens_ + run.offset; }
+  int32_t first_id(const Run& run, int column) const {
+    return columns_[column][run.head * chunk_pages_ + run.offset / page_];
+  }
+  int32_t last_id(const Run& run, int column) const {
+    return columns_[column][run.tail * chunk_pages_ + (run.offset + run.length - 1) % chunk_tokens_ / page_];
+  }
+
+  void prefetch_links(const Run& run) const {
+    __builtin_prefetch(&next_[run.head]);
+    __builtin_prefetch(&prev_[run.tail]);
+  }
+
+  // Marks the run's chunks; false if one is marked already or the chain is broken.
+  bool mark(const Run& run, std::vector<bool>& seen) const;
+  // Whether the free chunks are as many as counted and none is marked.
+  bool free_chunks_are_right(std::vector<bool>& seen) const;
+
+  void clear();
+
+ private:
+  int32_t take();
+  void give(int32_t chunk);
+  // The chunk of token `at` of a run, from whichever end is nearer.
+  int32_t chunk_at(const Run& run, int64_t at) const;
+
+  template <typename Each>
+  void for_pieces(const Run& run, int64_t begin, int64_t end, Each each) const {
+    if (begin >= end) return;
+    int32_t chunk = chunk_at(run, begin);
+    int64_t offset = (run.offset + begin) % chunk_tokens_;
+    for (;;) {
+      const int64_t n = std::min(chunk_tokens_ - offset, end - begin);
+      each(chunk, offset, n);
+      begin += n;
+      if (begin == end) return;
+      chunk = next_[chunk];
+      offset = 0;
+    }
+  }
+
+  int64_t page_;
+  int64_t chunk_pages_;
+  int64_t chunk_tokens_;
+  GrowArray<int32_t> tokens_;               // [chunks * chunk_tokens]
+  std::vector<GrowArray<int32_t>> columns_;  // each [chunks * chunk_pages]
+  GrowArray<int32_t> next_, prev_;          // [chunks]
+  int32_t free_ = -1;                       // chunks that were given back, through next_, last in first out
+  int64_t num_free_ = 0;
+};
+
+template <bool with_ids>
+int64_t RunStore::common(const Run& run, const int32_t* tokens, int64_t n) const {
+  constexpr int kAhead = 4;  // chunks on their way: more than the core can have outstanding
+  const int32_t* ids = columns_[0].data();
+  const auto fetch = [&](int64_t chunk) {
+    const int32_t* t = tokens_.data() + chunk * chunk_tokens_;
+    for (int64_t i = 0; i < chunk_tokens_; i += 16) __builtin_prefetch(t + i);
+    if (with_ids) {
+      for (int64_t i = 0; i < chunk_pages_; i += 16) __builtin_prefetch(ids + chunk * chunk_pages_ + i);
+    }
+  };
+  int64_t offset = run.offset, done = 0, fetched = chunk_tokens_ - offset;
+  int32_t chunk = run.head, ahead = chunk;
+  fetch(chunk);
+  for (int i = 1; i < kAhead && fetched < n; ++i, fetched += chunk_tokens_) {
+    ahead = next_[ahead];
+    fetch(ahead);
+  }
+  for (;;) {
+    if (fetched < n) {
+      ahead = next_[ahead];
+      fetch(ahead);
+      fetched += chunk_tokens_;
+    }
+    const int64_t piece = std::min(chunk_tokens_ - offset, n - done);
+    const int32_t* mine = tokens_.data() + chunk * chunk_tokens_ + offset;
+    const int32_t* theirs = tokens + done;
+    if (std::memcmp(mine, theirs, static_cast<size_t>(piece) * sizeof(int32_t)) != 0) {
+      int64_t i = 0;
+      while (mine[i] == theirs[i]) ++i;
+      return done + i;
+    }
+    done += piece;
+    if (done == n) return n;
+    chunk = next_[chunk];
+    offset = 0;
+  }
+}
+
+}  // namespace pagoda
