@@ -4,7 +4,12 @@ BIN := .venv/bin
 NATIVE := $(shell find native -name '*.cpp' -o -name '*.hpp')
 INSTALLED := .venv/.installed
 
-.PHONY: help run demo test test-gpu check format bench clean
+# The peers of bench/radix: a wheel whose core is compiled for Python 3.11, so they have an environment of their own.
+PEER_PYTHON ?= python3.11
+PEERS := build/peers
+SGLANG := sglang-0.5.23
+
+.PHONY: help run demo test test-gpu check format bench bench-peers plots clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -32,6 +37,13 @@ format: $(INSTALLED) ## make the formatters happy
 bench: $(INSTALLED) ## the figures of docs/figures.md, as tables and JSON under bench/results
 	$(BIN)/python -m bench
 
+bench-peers: $(PEERS)/.installed ## our prefix tree beside SGLang's, one workload; needs Python 3.11
+	SGLANG_SRC=$(CURDIR)/$(PEERS)/$(SGLANG) $(PEERS)/venv/bin/python -m bench.radix --repeat 2 --evict-leaves 1000,40000
+
+plots: $(INSTALLED) ## docs/plots, drawn from bench/results
+	$(BIN)/python -m pip install -q -c constraints.txt matplotlib
+	$(BIN)/python -m bench.plot
+
 # With the Python of a GPU machine, which brings torch, triton and pytest: nothing is fetched.
 test-gpu: ## all tests on a machine with a GPU, compiled kernels, offline
 	$(PYTHON) -m pip install -q --no-build-isolation --no-index --no-deps --upgrade --target build/site .
@@ -45,6 +57,18 @@ clean: ## remove what was built and installed
 $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE)
 	@echo "setting up .venv: the first time this takes a minute or two"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(BIN)/python -m pip install -c constraints.txt scikit-build-core nanobind cmake ninja numpy
 	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+# Pagoda is installed beside the peers, so that both run in one interpreter with one torch.
+$(PEERS)/.installed: bench/radix/requirements.txt pyproject.toml constraints.txt CMakeLists.txt $(NATIVE) $(shell find src -name '*.py')
+	test -x $(PEERS)/venv/bin/python || $(PEER_PYTHON) -m venv $(PEERS)/venv
+	$(PEERS)/venv/bin/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja numpy numpy torch \
+		-r bench/radix/requirements.txt
+	$(PEERS)/venv/bin/python -m pip install -q --no-build-isolation --no-deps -C build-dir=$(PEERS)/native .
+	test -d $(PEERS)/$(SGLANG) || { \
+		$(PEERS)/venv/bin/python -m pip download -q --no-deps -d $(PEERS) $(subst -,==,$(SGLANG)) && \
+		$(PEERS)/venv/bin/python -m zipfile -e $(PEERS)/$(SGLANG)-*.whl $(PEERS)/$(SGLANG).part && \
+		mv $(PEERS)/$(SGLANG).part $(PEERS)/$(SGLANG); }
 	@touch $@

@@ -1,5 +1,8 @@
 #include "bind/arrays.hpp"
 
+#define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
+#include <numpy/arrayobject.h>
+
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -11,12 +14,6 @@
 namespace pagoda::bind {
 
 namespace {
-
-PyObject* g_empty = nullptr;  // numpy.empty
-PyObject* g_int32 = nullptr;  // numpy.dtype("int32")
-PyObject* g_int64 = nullptr;
-
-PyTypeObject* g_ndarray = nullptr;  // numpy.ndarray
 
 // torch.Tensor and its exchange API, once one has been seen.
 PyTypeObject* g_tensor_type = nullptr;
@@ -55,15 +52,11 @@ const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
 }
 
 template <typename T>
-NewArray<T> new_array(int64_t size, PyObject* dtype) {
-  nb::object length = nb::steal(PyLong_FromLongLong(size));
-  PyObject* args[] = {nullptr, length.ptr(), dtype};
-  nb::object array = nb::steal(PyObject_Vectorcall(g_empty, args + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+NewArray<T> new_array(int64_t size, int type) {
+  npy_intp shape = size;
+  nb::object array = nb::steal(PyArray_SimpleNew(1, &shape, type));
   if (!array.is_valid()) throw nb::python_error();
-  Py_buffer buffer;
-  if (PyObject_GetBuffer(array.ptr(), &buffer, PyBUF_SIMPLE | PyBUF_WRITABLE) != 0) throw nb::python_error();
-  T* data = static_cast<T*>(buffer.buf);
-  PyBuffer_Release(&buffer);  // the array owns the data; nobody resizes it before it is handed out
+  T* data = static_cast<T*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())));
   return {std::move(array), data};
 }
 
@@ -75,15 +68,11 @@ void forgive() {
 }
 
 void init_arrays() {
-  nb::object numpy = nb::module_::import_("numpy");
-  g_ndarray = reinterpret_cast<PyTypeObject*>(numpy.attr("ndarray").inc_ref().ptr());
-  g_empty = numpy.attr("empty").inc_ref().ptr();
-  g_int32 = numpy.attr("dtype")("int32").release().ptr();
-  g_int64 = numpy.attr("dtype")("int64").release().ptr();
+  if (PyArray_ImportNumPyAPI() < 0) throw nb::python_error();
 }
 
-NewArray<int32_t> new_int32(int64_t size) { return new_array<int32_t>(size, g_int32); }
-NewArray<int64_t> new_int64(int64_t size) { return new_array<int64_t>(size, g_int64); }
+NewArray<int32_t> new_int32(int64_t size) { return new_array<int32_t>(size, NPY_INT32); }
+NewArray<int64_t> new_int64(int64_t size) { return new_array<int64_t>(size, NPY_INT64); }
 
 int64_t to_int(nb::handle value, const char* name, int64_t low, int64_t high) {
   nb::object index = nb::steal(PyNumber_Index(value.ptr()));
@@ -111,8 +100,8 @@ std::string to_text(nb::handle value, const char* name) {
 
 IdArray::IdArray(nb::handle array, const char* name) : array_(array), name_(name) {
   // Cheapest question first.
-  if (Py_TYPE(array.ptr()) == g_ndarray) {
-    source_ = Source::kBuffer;
+  if (PyArray_CheckExact(array.ptr())) {
+    source_ = Source::kNumpy;
   } else if (PyList_CheckExact(array.ptr())) {
     from_sequence(array);
   } else if (exchange_api(Py_TYPE(array.ptr())) != nullptr) {
@@ -128,7 +117,7 @@ IdArray::IdArray(nb::handle array, const char* name) : array_(array), name_(name
 }
 
 Ids IdArray::borrow() {
-  if (source_ == Source::kBuffer) from_buffer(array_);
+  if (source_ == Source::kNumpy) from_numpy(array_);
   if (source_ == Source::kTensor) from_tensor(array_);
   return {data_, size_};
 }
@@ -155,6 +144,27 @@ void IdArray::narrow(const int64_t* data) {
     }
   }
   data_ = narrowed;
+}
+
+void IdArray::from_numpy(nb::handle array) {
+  auto* given = reinterpret_cast<PyArrayObject*>(array.ptr());
+  if (PyArray_NDIM(given) != 1) refuse(name_, "give one dimension, not " + text(PyArray_NDIM(given)));
+  size_ = PyArray_DIM(given, 0);
+  const int64_t item = PyArray_ITEMSIZE(given);
+  if (!PyArray_ISSIGNED(given) || (item != 4 && item != 8) || !PyArray_ISNOTSWAPPED(given)) {
+    if (size_ == 0 && PyArray_TYPE(given) == NPY_DOUBLE) return;  // numpy.array([])
+    const nb::object dtype = nb::borrow(reinterpret_cast<PyObject*>(PyArray_DESCR(given)));
+    refuse(name_, std::string("give int32 or int64, not ") + nb::str(dtype).c_str());
+  }
+  if (size_ > 1 && PyArray_STRIDE(given, 0) != item) {
+    refuse(name_, "not contiguous: give numpy.ascontiguousarray(...)");
+  }
+  if (!PyArray_ISALIGNED(given)) refuse(name_, "not aligned to its dtype: give a copy");
+  if (item == 4) {
+    data_ = static_cast<const int32_t*>(PyArray_DATA(given));
+  } else {
+    narrow(static_cast<const int64_t*>(PyArray_DATA(given)));
+  }
 }
 
 void IdArray::from_tensor(nb::handle array) {

@@ -1,6 +1,6 @@
 // How arrays of integers cross from Python into the core and back.
 //
-// In: numpy int32 and int64 through the buffer protocol, torch CPU tensors through the DLPack
+// In: numpy int32 and int64 through numpy's own interface, torch CPU tensors through the DLPack
 // exchange API, anything else that is a sequence of ints at its price. int32 is borrowed, int64
 // is narrowed with a range check. Out: fresh numpy arrays.
 #pragma once
@@ -40,8 +40,9 @@ class IdArray {
   Ids borrow();
 
  private:
-  enum class Source { kOwned, kBuffer, kTensor };
+  enum class Source { kOwned, kNumpy, kTensor };
 
+  void from_numpy(nb::handle array);
   void from_buffer(nb::handle array);
   void from_tensor(nb::handle array);
   void from_dlpack(nb::handle array);
@@ -89,7 +90,7 @@ struct NewArray {
 NewArray<int32_t> new_int32(int64_t size);
 NewArray<int64_t> new_int64(int64_t size);
 
-// Looks numpy up once; call when the module loads.
+// Looks numpy up; call when the module loads.
 void init_arrays();
 
 }  // namespace pagoda::bind

@@ -5,30 +5,17 @@
 #include <limits>
 #include <random>
 
+#include "core/scan.hpp"
+
 namespace pagoda {
 
 namespace {
 
-constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max();
+constexpr int32_t kMaxLength = std::numeric_limits<int32_t>::max();
 
 uint64_t fold(uint64_t a, uint64_t b) {
   const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
   return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
-}
-
-// Where the first negative entry stands; n when there is none.
-int64_t first_negative(const int32_t* entries, int64_t n) {
-  constexpr int64_t kBlock = 256;  // one branch a block: the rest is wide loads
-  for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const int64_t end = std::min(begin + kBlock, n);
-    int32_t any = 0;
-    for (int64_t i = begin; i < end; ++i) any |= entries[i];
-    if (any >= 0) continue;
-    for (int64_t i = begin;; ++i) {
-      if (entries[i] < 0) return i;
-    }
-  }
-  return n;
 }
 
 }  // namespace
@@ -73,8 +60,8 @@ const PrefixTree::Lease& PrefixTree::require(LeaseId lease) const {
   return leases_[static_cast<size_t>(lease.slot)];
 }
 
-void PrefixTree::require_tokens(Ids tokens) const {
-  const int64_t bad = first_negative(tokens.data, tokens.size);
+void PrefixTree::require_tokens(Ids tokens, int64_t from) const {
+  const int64_t bad = from + first_outside(tokens.data + from, tokens.size - from, 0, kMaxLength);
   if (bad == tokens.size) return;
   throw BadId{IdFault::kOutOfRange, tokens[bad], bad,
               "tokens[" + text(bad) + "] = " + text(tokens[bad]) + " is out of range: token ids are 0 to 2^31 - 1"};
@@ -91,14 +78,8 @@ void PrefixTree::require_columns(Ids tokens, const std::vector<Ids>& columns) co
                         text(whole) + " pages of " + text(math_.size()));
     }
     const bool has_holes = is_window(c);
-    int32_t lowest = 1, highest = 1;
-    for (int64_t p = 0; p < ids.size; ++p) {
-      lowest = std::min(lowest, ids[p]);
-      highest = std::max(highest, ids[p]);
-    }
-    if (lowest >= 1 && highest < last) continue;
-    for (int64_t p = 0; p < ids.size; ++p) {
-      if ((ids[p] >= 1 && ids[p] < last) || (has_holes && ids[p] == -1)) continue;
+    for (int64_t p = 0; (p += first_outside(ids.data + p, ids.size - p, 1, last - 1)) < ids.size; ++p) {
+      if (has_holes && ids[p] == -1) continue;
       throw BadId{IdFault::kOutOfRange, ids[p], p,
                   name + "[" + text(p) + "] = " + text(ids[p]) + " is not a page: ids begin at 1, slots stay below 2^31" +
                       (has_holes ? ", and -1 is a hole" : ", and this column has no holes")};
@@ -208,11 +189,11 @@ PrefixTree::Place PrefixTree::usable(Place place) const {
 }
 
 void PrefixTree::match(const Sequence& sequence, Match& match) const {
-  require_tokens(sequence.tokens);
+  if (!extra_keys_.empty()) require_tokens(sequence.tokens, 0);  // a stored token may be negative
   match.space = sequence.space;
   match.made = next_family_;
   match.root = find_root(sequence.space);
-  if (match.root < 0) return;
+  if (match.root < 0) return require_tokens(sequence.tokens, 0);
   match.root_number = nodes_[match.root].number;
   std::vector<int32_t> translated;
   const int32_t* entries = sequence.tokens.data;
@@ -225,6 +206,7 @@ void PrefixTree::match(const Sequence& sequence, Match& match) const {
         const Node& at = nodes_[node];
         match.path.push({at.number, at.family, node, static_cast<int32_t>(depth), at.hash});
       });
+  require_tokens(sequence.tokens, found.depth);  // those before equal stored ones
   match.found = match.length = found.depth;
   if (is_plain()) return;
   const Place place = usable(found);
@@ -245,10 +227,13 @@ int64_t PrefixTree::match_length(const Sequence& sequence) const {
     match(sequence, full);
     return full.length;
   }
-  require_tokens(sequence.tokens);
-  const int32_t root = find_root(sequence.space);
-  if (root < 0) return 0;
-  return usable(walk<false>({root, 0}, sequence.tokens.data, 0, sequence.tokens.size, [](int32_t, int64_t) {})).depth;
+  if (!extra_keys_.empty()) require_tokens(sequence.tokens, 0);
+  Place place{find_root(sequence.space), 0};
+  if (place.node >= 0) {
+    place = walk<false>(place, sequence.tokens.data, 0, sequence.tokens.size, [](int32_t, int64_t) {});
+  }
+  require_tokens(sequence.tokens, place.depth);
+  return place.node < 0 ? 0 : usable(place).depth;
 }
 
 void PrefixTree::copy_pages(const Match& match, int column, int32_t* out) const {
@@ -589,7 +574,7 @@ Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& co
   const int64_t base = from < 0 ? 0 : nodes_[from].end();
   const int64_t end = base + math_.first_slot(math_.page(sequence.tokens.size));
   if (end > kMaxLength) throw BadArgument("a sequence has fewer than 2^31 tokens");
-  require_tokens(sequence.tokens);
+  if (!extra_keys_.empty() || sequence.ranges != nullptr) require_tokens(sequence.tokens, 0);
   require_columns(sequence.tokens, columns);
   require_checkpoints(checkpoints, base, end);
 
@@ -615,6 +600,7 @@ Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& co
       if (!is_plain()) path_.push_back(node);
     });
   }
+  require_tokens(sequence.tokens, at.depth - base);
   Inserted result;
   const int64_t present = result.present = at.depth;
   const int64_t stored = result.stored =
@@ -754,15 +740,19 @@ Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& co
   if (at.node >= 0) {
     const Place last = usable(at);
     result.length = last.depth;
+    const int32_t node = end_at(last);
     if (lease != nullptr) {
-      const int32_t node = end_at(last);
       if (node != lease->node) {
         hold(node);
         let_go(lease->node);
         lease->node = node;
       }
-    } else if (last.depth > 0) {
-      touch(end_at(last));
+    }
+    // What is stored is hot, and so is all above it: no child is hotter than its parent.
+    if (added > 0) {
+      touch(at.node);
+    } else if (lease == nullptr) {
+      touch(node);
     }
   }
   for (TreeEvent& each : news) events_.push_back(std::move(each));

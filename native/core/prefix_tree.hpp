@@ -231,7 +231,7 @@ class PrefixTree {
   bool is_plain() const { return !has_states_ && !has_windows_; }
   bool is_window(int column) const { return windows_[static_cast<size_t>(column)] > 0; }
   const Lease& require(LeaseId lease) const;
-  void require_tokens(Ids tokens) const;
+  void require_tokens(Ids tokens, int64_t from) const;
   void require_columns(Ids tokens, const std::vector<Ids>& columns) const;
   void require_checkpoints(const std::vector<Checkpoint>& checkpoints, int64_t base, int64_t end) const;
   void require_evictable(int64_t wanted, const std::string& what, Tally tally) const;

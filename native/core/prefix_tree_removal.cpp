@@ -309,7 +309,7 @@ void PrefixTree::carry_out_punch(int32_t* out) {
 }
 
 int64_t PrefixTree::plan_replace(const Sequence& sequence, const std::vector<Ids>& columns) {
-  require_tokens(sequence.tokens);
+  require_tokens(sequence.tokens, 0);
   require_columns(sequence.tokens, columns);
   const int64_t end = math_.first_slot(math_.page(sequence.tokens.size));
   std::vector<int32_t> translated;

@@ -1,0 +1,390 @@
+// Random calls on the tree against a plain model, for a build with ASan and UBSan.
+//
+//     fuzz_tree SEED STEPS
+//
+// The model is a map of prefixes, one entry a page. Hashes are cut to a few bits, so that keys collide.
+// Prints "ok" and ends with 0, or says at which step the tree and the model part and ends with 1.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/prefix_tree.hpp"
+
+namespace {
+
+using namespace pagoda;
+using Tokens = std::vector<int32_t>;
+
+int64_t g_step = 0;
+
+void require(bool holds, const char* what) {
+  if (holds) return;
+  std::printf("step %lld: %s\n", static_cast<long long>(g_step), what);
+  std::exit(1);
+}
+
+Ids view(const Tokens& ids) { return {ids.data(), static_cast<int64_t>(ids.size())}; }
+
+// Whether a call threw one of the core's errors.
+template <typename Call>
+bool throws(Call call) {
+  try {
+    call();
+    return false;
+  } catch (const OutOfIds&) {
+  } catch (const BadId&) {
+  } catch (const BadArgument&) {
+  } catch (const Stale&) {
+  }
+  return true;
+}
+
+struct Page {
+  int32_t id;
+  int64_t used;
+  int64_t birth;
+};
+
+struct HeldLease {
+  LeaseId id;
+  std::string space;
+  Tokens tokens;
+  bool is_demoted;
+  bool is_dropped;
+};
+
+struct OldMatch {
+  Match match;
+  std::string space;
+  Tokens tokens;
+  std::vector<int64_t> births;
+};
+
+class Fuzz {
+ public:
+  Fuzz(uint64_t seed, int64_t page_size, uint32_t hash_mask)
+      : random_(seed), page_(page_size), tree_(page_size, {0}, false, seed % 2 == 0 ? 4096 : 0, hash_mask) {}
+
+  void step() {
+    switch (below(12)) {
+      case 0:
+      case 1:
+      case 2:
+        insert();
+        break;
+      case 3:
+        match();
+        break;
+      case 4:
+      case 5:
+        lock();
+        break;
+      case 6:
+      case 7:
+        grow();
+        break;
+      case 8:
+        release();
+        break;
+      case 9:
+        evict();
+        break;
+      case 10:
+        misuse();
+        break;
+      default:
+        rare();
+    }
+    compare();
+  }
+
+ private:
+  using Key = std::pair<std::string, Tokens>;
+
+  int64_t below(int64_t n) { return std::uniform_int_distribution<int64_t>(0, n - 1)(random_); }
+
+  // A sequence that often shares a prefix with another: few distinct pages.
+  Tokens tokens(int64_t max_pages) {
+    Tokens all;
+    const int64_t pages = below(max_pages + 1);
+    for (int64_t p = 0; p < pages; ++p) {
+      const int32_t kind = static_cast<int32_t>(below(4) == 0 ? below(3) : 0);
+      for (int64_t t = 0; t < page_; ++t) all.push_back(t + 1 == page_ ? kind : 7);
+    }
+    return all;
+  }
+  std::string space() { return std::string(static_cast<size_t>(below(2)), 'x'); }
+  Tokens ids(int64_t n) {
+    Tokens all;
+    while (n-- > 0) all.push_back(next_id_++);
+    return all;
+  }
+  Tokens prefix(const Tokens& all, int64_t pages) const { return Tokens(all.begin(), all.begin() + pages * page_); }
+  int64_t pages(const Tokens& all) const { return static_cast<int64_t>(all.size()) / page_; }
+
+  int64_t found(const std::string& space, const Tokens& all) const {
+    int64_t n = 0;
+    while (n < pages(all) && model_.count({space, prefix(all, n + 1)}) > 0) ++n;
+    return n;
+  }
+  bool is_protected(const std::string& space, const Tokens& at, const HeldLease* but = nullptr) const {
+    return std::any_of(leases_.begin(), leases_.end(), [&](const HeldLease& lease) {
+      return &lease != but && !lease.is_dropped && lease.space == space && lease.tokens.size() >= at.size() &&
+             std::equal(at.begin(), at.end(), lease.tokens.begin());
+    });
+  }
+  int64_t num_continued(const std::string& space, const Tokens& at) const {
+    int64_t n = 0;
+    for (auto it = model_.upper_bound({space, at}); it != model_.end() && it->first.first == space; ++it) {
+      if (it->first.second.size() < at.size() || !std::equal(at.begin(), at.end(), it->first.second.begin())) break;
+      n += it->first.second.size() == at.size() + static_cast<size_t>(page_);
+    }
+    return n;
+  }
+  void use(const std::string& space, const Tokens& all, int64_t num_pages) {
+    for (int64_t p = 1; p <= num_pages; ++p) {
+      if (!is_protected(space, prefix(all, p))) model_[{space, prefix(all, p)}].used = now_;
+    }
+  }
+
+  void store(const std::string& space, const Tokens& all, int64_t from, const Tokens& page_ids) {
+    for (int64_t p = from; p < pages(all); ++p) {
+      model_[{space, prefix(all, p + 1)}] = {page_ids[static_cast<size_t>(p)], now_, next_birth_++};
+    }
+  }
+
+  void insert() {
+    const std::string name = space();
+    const Tokens all = tokens(12), page_ids = ids(pages(all));
+    const int64_t there = found(name, all);
+    const Inserted result = tree_.insert({name, view(all), nullptr}, {view(page_ids)}, nullptr, {});
+    ++now_;
+    require(result.present == there * page_, "insert: what was there");
+    require(result.length == pages(all) * page_ && result.stored == result.length, "insert: what is there");
+    store(name, all, there, page_ids);
+    use(name, all, pages(all));
+  }
+
+  void match() {
+    const std::string name = space();
+    const Tokens all = tokens(14);
+    Match match;
+    tree_.match({name, view(all), nullptr}, match);
+    const int64_t there = found(name, all);
+    require(match.length == there * page_, "match: length");
+    require(tree_.match_length({name, view(all), nullptr}) == match.length, "match_length");
+    Tokens page_ids(static_cast<size_t>(there));
+    tree_.copy_pages(match, 0, page_ids.data());
+    OldMatch old{match, name, prefix(all, there), {}};
+    for (int64_t p = 0; p < there; ++p) {
+      const Page& page = model_[{name, prefix(all, p + 1)}];
+      require(page.id == page_ids[static_cast<size_t>(p)], "match: ids");
+      old.births.push_back(page.birth);
+    }
+    matches_.push_back(old);
+  }
+
+  void lock() {
+    if (matches_.empty()) return;
+    const size_t which = static_cast<size_t>(below(static_cast<int64_t>(matches_.size())));
+    const OldMatch old = matches_[which];
+    if (below(2) == 0) matches_.erase(matches_.begin() + static_cast<std::ptrdiff_t>(which));
+    int64_t there = 0;
+    while (there < pages(old.tokens)) {
+      const auto it = model_.find({old.space, prefix(old.tokens, there + 1)});
+      if (it == model_.end() || it->second.birth != old.births[static_cast<size_t>(there)]) break;
+      ++there;
+    }
+    const LeaseId lease = tree_.lock(old.match);
+    ++now_;
+    require(tree_.length(lease) == there * page_, "lock: what is still there of a match");
+    leases_.push_back({lease, old.space, prefix(old.tokens, there), false, false});
+  }
+
+  void grow() {
+    if (leases_.empty()) return;
+    HeldLease& lease = leases_[static_cast<size_t>(below(static_cast<int64_t>(leases_.size())))];
+    const Tokens more = tokens(3), more_ids = ids(pages(more));
+    if (lease.is_dropped) {
+      require(throws([&] { tree_.insert({"", view(more), nullptr}, {view(more_ids)}, &lease.id, {}); }),
+              "insert: a lease of a dropped namespace");
+      return;
+    }
+    Tokens all = lease.tokens, page_ids(lease.tokens.size() / static_cast<size_t>(page_));
+    all.insert(all.end(), more.begin(), more.end());
+    page_ids.insert(page_ids.end(), more_ids.begin(), more_ids.end());
+    const int64_t there = found(lease.space, all);
+    const Inserted result = tree_.insert({"", view(more), nullptr}, {view(more_ids)}, &lease.id, {});
+    ++now_;
+    require(result.present == there * page_, "grow: what was there");
+    require(tree_.length(lease.id) == pages(all) * page_, "grow: the lease's length");
+    store(lease.space, all, there, page_ids);
+    lease.tokens = all;
+    Tokens read(page_ids.size());
+    tree_.copy_pages(lease.id, 0, read.data());
+    for (int64_t p = 0; p < pages(all); ++p) {
+      require(model_[{lease.space, prefix(all, p + 1)}].id == read[static_cast<size_t>(p)], "the pages of a lease");
+    }
+  }
+
+  void release() {
+    if (leases_.empty()) return;
+    const size_t which = static_cast<size_t>(below(static_cast<int64_t>(leases_.size())));
+    if (below(4) == 0) {
+      tree_.demote(leases_[which].id);
+      leases_[which].is_demoted = true;
+    }
+    const HeldLease lease = leases_[which];
+    tree_.release(lease.id);
+    ++now_;
+    require(throws([&] { tree_.release(lease.id); }), "a second release");
+    leases_.erase(leases_.begin() + static_cast<std::ptrdiff_t>(which));
+    if (lease.is_dropped) {
+      orphans_ = true;
+      return;
+    }
+    int64_t own = pages(lease.tokens);
+    if (lease.is_demoted) {
+      --cold_;
+      // The own tail: from the end up, what nothing else continues and nobody else protects.
+      while (own > 0 && !is_protected(lease.space, prefix(lease.tokens, own)) &&
+             num_continued(lease.space, prefix(lease.tokens, own)) == (own == pages(lease.tokens) ? 0 : 1)) {
+        model_[{lease.space, prefix(lease.tokens, own)}].used = cold_;
+        --own;
+      }
+    }
+    use(lease.space, lease.tokens, own);
+  }
+
+  void evict() {
+    const int64_t evictable = tree_.tokens().total - tree_.tokens().locked;
+    require(throws([&] { tree_.plan_evict(evictable + 1, 0); }), "evict: more than there is");
+    const int64_t n = std::min(below(6 * page_), evictable);
+    const auto sizes = tree_.plan_evict(n, 0);
+    Tokens freed(static_cast<size_t>(sizes.columns[0]));
+    tree_.carry_out({freed.data()}, nullptr);
+    const int64_t num = (n + page_ - 1) / page_;
+    require(static_cast<int64_t>(freed.size()) == num, "evict: how many");
+    if (orphans_) {  // pages that the model no longer knows may come first
+      Tokens known;
+      std::map<int32_t, int> ids;
+      for (const auto& [key, page] : model_) ids[page.id] = 1;
+      std::copy_if(freed.begin(), freed.end(), std::back_inserter(known), [&](int32_t id) { return ids.count(id) > 0; });
+      freed = known;
+    }
+    Tokens expected;
+    while (expected.size() < freed.size()) {
+      auto coldest = model_.end();
+      for (auto it = model_.begin(); it != model_.end(); ++it) {
+        if (is_protected(it->first.first, it->first.second) || num_continued(it->first.first, it->first.second) > 0) {
+          continue;
+        }
+        if (coldest == model_.end() || it->second.used < coldest->second.used) coldest = it;
+      }
+      require(coldest != model_.end(), "evict: the model has nothing left");
+      expected.push_back(coldest->second.id);
+      model_.erase(coldest);
+    }
+    std::sort(freed.begin(), freed.end());
+    std::sort(expected.begin(), expected.end());
+    require(freed == expected, "evict: which pages");
+  }
+
+  void misuse() {
+    const auto before = tree_.tokens().total;
+    const Tokens two(static_cast<size_t>(2 * page_), 1), one_id{5}, bad_id{0, 3};
+    Tokens negative = two;
+    negative.back() = -3;
+    require(throws([&] { tree_.insert({"", view(two), nullptr}, {view(one_id)}, nullptr, {}); }), "too few ids");
+    require(throws([&] { tree_.insert({"", view(two), nullptr}, {view(bad_id)}, nullptr, {}); }), "id 0");
+    require(throws([&] { tree_.insert({"", view(negative), nullptr}, {view({5, 6})}, nullptr, {}); }), "a token < 0");
+    require(throws([&] { tree_.release({static_cast<int32_t>(below(3)), 1 << 30}); }), "no such lease");
+    require(throws([&] { tree_.insert({"", view(two), nullptr}, {view({5, 6})}, nullptr, {{8, 1}}); }), "no states");
+    require(tree_.tokens().total == before, "a failed call changed something");
+  }
+
+  void rare() {
+    if (below(20) == 0) {
+      const std::string name = space();
+      const auto sizes = tree_.plan_drop(name);
+      Tokens freed(static_cast<size_t>(sizes.columns[0])), expected;
+      tree_.carry_out({freed.data()}, nullptr);
+      for (const auto& [key, page] : model_) {
+        if (key.first == name && !is_protected(key.first, key.second)) expected.push_back(page.id);
+      }
+      for (auto it = model_.begin(); it != model_.end();) it = it->first.first == name ? model_.erase(it) : std::next(it);
+      for (HeldLease& lease : leases_) lease.is_dropped = lease.is_dropped || lease.space == name;
+      std::sort(freed.begin(), freed.end());
+      std::sort(expected.begin(), expected.end());
+      require(freed == expected, "drop: which pages");
+    } else if (below(40) == 0) {
+      tree_.reset();
+      for (const HeldLease& lease : leases_) {
+        require(throws([&] { tree_.release(lease.id); }), "a lease from before a reset");
+      }
+      model_.clear();
+      leases_.clear();
+      orphans_ = false;
+    } else if (tree_.tokens().total > 60 * page_) {
+      const auto sizes = tree_.plan_evict(tree_.tokens().total - tree_.tokens().locked, 0);
+      Tokens freed(static_cast<size_t>(sizes.columns[0]));
+      tree_.carry_out({freed.data()}, nullptr);
+      for (auto it = model_.begin(); it != model_.end();) {
+        it = is_protected(it->first.first, it->first.second) ? std::next(it) : model_.erase(it);
+      }
+      orphans_ = false;
+    }
+  }
+
+  void compare() {
+    tree_.check();
+    if (std::any_of(leases_.begin(), leases_.end(), [](const HeldLease& l) { return l.is_dropped; }) || orphans_) return;
+    int64_t locked = 0, leaves = 0;
+    for (const auto& [key, page] : model_) {
+      locked += is_protected(key.first, key.second);
+      leaves += num_continued(key.first, key.second) == 0;
+    }
+    require(tree_.tokens().total == static_cast<int64_t>(model_.size()) * page_, "tokens");
+    require(tree_.tokens().locked == locked * page_, "protected tokens");
+    require(tree_.num_leaves() == leaves, "leaves");
+    require(tree_.num_leases() == static_cast<int64_t>(leases_.size()), "leases");
+  }
+
+  std::mt19937_64 random_;
+  int64_t page_;
+  PrefixTree tree_;
+  std::map<Key, Page> model_;
+  std::vector<HeldLease> leases_;
+  std::vector<OldMatch> matches_;
+  int32_t next_id_ = 1;
+  int64_t next_birth_ = 0, now_ = 0, cold_ = 0;
+  bool orphans_ = false;  // evictable pages of a dropped namespace
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1;
+  const int64_t steps = argc > 2 ? std::strtoll(argv[2], nullptr, 10) : 10000;
+  const int64_t page_sizes[] = {1, 2, 3, 16, 64, 100};
+  const uint32_t masks[] = {~uint32_t{0}, 3, 0};
+  int64_t done = 0;
+  try {
+    for (int64_t page_size : page_sizes) {
+      for (uint32_t mask : masks) {
+        Fuzz fuzz(seed * 1000 + static_cast<uint64_t>(page_size), page_size, mask);
+        for (g_step = 0; g_step < steps / 18; ++g_step, ++done) fuzz.step();
+      }
+    }
+  } catch (const BrokenInvariant& e) {
+    std::printf("step %lld: invariant %d: %s\n", static_cast<long long>(g_step), e.number, e.message.c_str());
+    return 1;
+  }
+  std::printf("ok: %lld steps\n", static_cast<long long>(done));
+  return 0;
+}
