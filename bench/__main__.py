@@ -8,7 +8,7 @@ import time
 
 import torch
 
-HOST = ["ids", "growth", "arrays"]
+HOST = ["ids", "growth", "arrays", "tree"]
 GPU = ["store", "pack", "staging"]
 
 

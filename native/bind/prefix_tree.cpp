@@ -34,6 +34,11 @@ struct HeldLease {
   bool is_released;
 };
 
+// pagoda.Inserted
+struct InsertedPages : Inserted {
+  int num_columns = 0;
+};
+
 // pagoda.Freed
 struct FreedIds {
   nb::object page_ids, columns, state_ids;
@@ -222,8 +227,9 @@ nb::object insert(Tree& self, nb::handle tokens, nb::handle page_ids, nb::handle
     id = &to_held_lease(self, lease).id;
     if (has_space) throw BadArgument("namespace: the lease has its own, give none");
   }
-  auto [object, made] = make<Inserted>();
-  *made = self.core.insert(sequence.borrow(), columns.borrow(), id, states);
+  auto [object, made] = make<InsertedPages>();
+  made->num_columns = self.core.num_columns();
+  static_cast<Inserted&>(*made) = self.core.insert(sequence.borrow(), columns.borrow(), id, states);
   deliver(self);
   return std::move(object);
 }
@@ -420,24 +426,32 @@ Made by `PrefixTree.lock`; as a context manager it releases itself at the end, i
       .def("__exit__", &leave)
       .def("__repr__", [](const HeldLease& self) {
         const bool is_held = !self.is_released && self.tree->core.is_held(self.id);
-        return "Lease(" + text(self.id.number) + (is_held ? ", " + text(self.tree->core.length(self.id)) + " tokens)" : ", released)");
+        return "Lease(" + text(self.id.number) +
+               (is_held ? ", " + text(self.tree->core.length(self.id)) + " tokens)" : ", released)");
       });
 
-  nb::class_<Inserted>(m, "Inserted", R"(What an insert found and what the tree took.
+  nb::class_<InsertedPages>(m, "Inserted", R"(What an insert found and what the tree took.
 
 The tree now owns the ids of pages from `present` to `stored`, those at `filled`, and `states`; all
 others are still the caller's.)")
-      .def_ro("present", &Inserted::present, "Tokens that were there before, counted from the beginning. O(1).")
-      .def_ro("stored", &Inserted::stored, "Tokens whose pages are there now. O(1).")
-      .def_ro("length", &Inserted::length, "Tokens of the longest usable prefix; where the lease ends. O(1).")
       .def_prop_ro(
-          "filled", [](const Inserted& self) { return to_tuple(self.filled); },
-          "Holes that were filled: a tuple of one int32 array of page numbers a column, empty without windows. Cost: "
-          "their number.")
+          "present", [](const InsertedPages& self) { return self.present; },
+          "Tokens that were there before, counted from the beginning. O(1).")
       .def_prop_ro(
-          "states", [](const Inserted& self) { return to_array(self.states); },
+          "stored", [](const InsertedPages& self) { return self.stored; }, "Tokens whose pages are there now. O(1).")
+      .def_prop_ro(
+          "length", [](const InsertedPages& self) { return self.length; },
+          "Tokens of the longest usable prefix; where the lease ends. O(1).")
+      .def_prop_ro(
+          "filled",
+          [](const InsertedPages& self) {
+            return to_tuple(self.filled.empty() ? std::vector<std::vector<int32_t>>(self.num_columns) : self.filled);
+          },
+          "Holes that were filled: a tuple of one int32 array of page numbers a column. Cost: their number.")
+      .def_prop_ro(
+          "states", [](const InsertedPages& self) { return to_array(self.states); },
           "State ids that the tree took, int32. Cost: their number.")
-      .def("__repr__", [](const Inserted& self) {
+      .def("__repr__", [](const InsertedPages& self) {
         return "Inserted(" + text(self.present) + " tokens present, " + text(self.stored) + " stored, " +
                text(self.length) + " usable)";
       });
@@ -534,15 +548,14 @@ a split. Errors: ArgumentError for a match of another tree.)")
 Cost O(runs that become evictable). Errors: DoubleFreeError when it was released before; StaleError
 when the tree was reset since; ArgumentError for a lease of another tree.)")
       .def(
-          "demote",
-          [](Tree& self, nb::handle lease) { self.core.demote(to_held_lease(self, lease).id); }, nb::arg("lease").none(),
-          nb::sig("def demote(self, lease: Lease) -> None"),
+          "demote", [](Tree& self, nb::handle lease) { self.core.demote(to_held_lease(self, lease).id); },
+          nb::arg("lease").none(), nb::sig("def demote(self, lease: Lease) -> None"),
           R"(When this lease is released, what only it protects and nothing else continues is the coldest.
 
 O(1). Errors: NotHeldError, StaleError, ArgumentError.)")
-      .def("insert", &insert, nb::arg("tokens").none(), nb::arg("page_ids").none(), nb::arg("lease").none() = nb::none(),
-           nb::kw_only(), nb::arg("namespace").none() = nb::none(), nb::arg("extra_keys").none() = none,
-           nb::arg("checkpoints").none() = none,
+      .def("insert", &insert, nb::arg("tokens").none(), nb::arg("page_ids").none(),
+           nb::arg("lease").none() = nb::none(), nb::kw_only(), nb::arg("namespace").none() = nb::none(),
+           nb::arg("extra_keys").none() = none, nb::arg("checkpoints").none() = none,
            nb::sig("def insert(self, tokens: IdsLike, page_ids: IdsLike | Sequence[IdsLike], lease: Lease | None = "
                    "None, *, namespace: bytes | str | None = None, extra_keys: Sequence[ExtraKey] = (), checkpoints: "
                    "Sequence[tuple[int, int]] = ()) -> Inserted"),
@@ -572,11 +585,12 @@ The caller owns the ids it returns. Cost: what it frees. Errors: CapacityError; 
 
 The caller owns the ids it returns. Cost O(pages before end). Errors: ArgumentError for a column without a window;
 NotHeldError, StaleError.)")
-      .def("replace", &replace, nb::arg("tokens").none(), nb::arg("page_ids").none(), nb::kw_only(),
-           nb::arg("namespace").none() = plain, nb::arg("extra_keys").none() = none,
-           nb::sig("def replace(self, tokens: IdsLike, page_ids: IdsLike | Sequence[IdsLike], *, namespace: bytes | str "
-                   "= b'', extra_keys: Sequence[ExtraKey] = ()) -> tuple[npt.NDArray[np.int32], ...]"),
-           R"(Gives pages that are all there other ids, and returns the old ones, an array a column.
+      .def(
+          "replace", &replace, nb::arg("tokens").none(), nb::arg("page_ids").none(), nb::kw_only(),
+          nb::arg("namespace").none() = plain, nb::arg("extra_keys").none() = none,
+          nb::sig("def replace(self, tokens: IdsLike, page_ids: IdsLike | Sequence[IdsLike], *, namespace: bytes | str "
+                  "= b'', extra_keys: Sequence[ExtraKey] = ()) -> tuple[npt.NDArray[np.int32], ...]"),
+          R"(Gives pages that are all there other ids, and returns the old ones, an array a column.
 
 The tree owns the new ids, the caller the old. Cost O(tokens). Errors: ArgumentError when not all are there; as
 `insert`.)")
@@ -587,8 +601,7 @@ The caller owns the ids it returns. Cost: its runs. Errors: ArgumentError.)")
       .def("namespaces", &namespaces, nb::sig("def namespaces(self) -> list[bytes]"),
            "Namespaces that have pages or leases, sorted. Cost: their number.")
       .def(
-          "reset",
-          [](Tree& self) { self.core.reset(); }, nb::sig("def reset(self) -> None"),
+          "reset", [](Tree& self) { self.core.reset(); }, nb::sig("def reset(self) -> None"),
           "Forgets everything, leases included; all ids are the caller's. Cost O(nodes). Tells no listener.")
       .def("counts", &counts, nb::sig("def counts(self) -> Counts"), "What it holds, kept up to date. O(columns).")
       .def(

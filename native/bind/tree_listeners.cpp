@@ -8,18 +8,18 @@ nb::object to_python(const TreeEvent& event) {
   nb::object values = nb::module_::import_("pagoda.tree.values");
   nb::object parent = event.position == 0 ? nb::none() : nb::object(nb::int_(event.parent));
   return values.attr(event.is_stored ? "Stored" : "Removed")(nb::bytes(event.space.data(), event.space.size()),
-                                                            event.position, parent, to_array(event.tokens),
-                                                            to_tuple(event.columns), to_tuple(event.states));
+                                                             event.position, parent, to_array(event.tokens),
+                                                             to_tuple(event.columns), to_tuple(event.states));
 }
 
-// What a listener raises concerns neither the call nor the other listeners.
-void report(nb::handle listener) {
-  if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
-    PyErr_Clear();
-    PyErr_SetInterrupt();  // raised again when the call has returned: its result is not lost
-  } else {
+// What a listener raises concerns neither the call nor the other listeners. True for Ctrl-C.
+bool report(nb::handle listener) {
+  if (!PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
     PyErr_WriteUnraisable(listener.ptr());
+    return false;
   }
+  PyErr_Clear();
+  return true;
 }
 
 }  // namespace
@@ -29,6 +29,7 @@ void deliver(Tree& tree) {
   for (TreeEvent& event : tree.core.take_events()) tree.news.push_back(std::move(event));
   if (tree.is_delivering) return;  // a listener called: whoever delivers goes on with these
   tree.is_delivering = true;
+  bool is_interrupted = false;
   while (!tree.news.empty()) {
     const TreeEvent event = std::move(tree.news.front());
     tree.news.pop_front();
@@ -38,14 +39,15 @@ void deliver(Tree& tree) {
       told = to_python(event);
     } catch (nb::python_error& failure) {
       failure.restore();
-      report(nb::none());
+      is_interrupted |= report(nb::none());
       continue;
     }
     for (const nb::object& listener : listeners) {
-      if (!nb::steal(PyObject_CallOneArg(listener.ptr(), told.ptr())).is_valid()) report(listener);
+      if (!nb::steal(PyObject_CallOneArg(listener.ptr(), told.ptr())).is_valid()) is_interrupted |= report(listener);
     }
   }
   tree.is_delivering = false;
+  if (is_interrupted) PyErr_SetInterrupt();  // raised again now that the call is done and everybody was told
 }
 
 }  // namespace pagoda::bind

@@ -69,7 +69,7 @@ void PrefixTree::require_tokens(Ids tokens, int64_t from) const {
 
 void PrefixTree::require_columns(Ids tokens, const std::vector<Ids>& columns) const {
   const int64_t whole = math_.page(tokens.size), all = math_.pages_for(tokens.size);
-  const int32_t last = static_cast<int32_t>(kMaxLength / math_.size());  // its slots would pass 2^31
+  const int32_t last = static_cast<int32_t>((int64_t{kMaxLength} + 1) / math_.size() - 1);  // its slots end below 2^31
   for (int c = 0; c < num_columns(); ++c) {
     const Ids ids = columns[static_cast<size_t>(c)];
     const std::string name = num_columns() == 1 ? "page_ids" : "page_ids[" + text(c) + "]";
@@ -78,10 +78,11 @@ void PrefixTree::require_columns(Ids tokens, const std::vector<Ids>& columns) co
                         text(whole) + " pages of " + text(math_.size()));
     }
     const bool has_holes = is_window(c);
-    for (int64_t p = 0; (p += first_outside(ids.data + p, ids.size - p, 1, last - 1)) < ids.size; ++p) {
+    for (int64_t p = 0; (p += first_outside(ids.data + p, ids.size - p, 1, last)) < ids.size; ++p) {
       if (has_holes && ids[p] == -1) continue;
       throw BadId{IdFault::kOutOfRange, ids[p], p,
-                  name + "[" + text(p) + "] = " + text(ids[p]) + " is not a page: ids begin at 1, slots stay below 2^31" +
+                  name + "[" + text(p) + "] = " + text(ids[p]) +
+                      " is not a page: ids begin at 1, slots stay below 2^31" +
                       (has_holes ? ", and -1 is a hole" : ", and this column has no holes")};
     }
   }
@@ -201,11 +202,10 @@ void PrefixTree::match(const Sequence& sequence, Match& match) const {
     translated = extra_keys_.find(entries, sequence.tokens.size, 0, *sequence.ranges);
     entries = translated.data();
   }
-  const Place found =
-      walk<true>({match.root, 0}, entries, 0, sequence.tokens.size, [&](int32_t node, int64_t depth) {
-        const Node& at = nodes_[node];
-        match.path.push({at.number, at.family, node, static_cast<int32_t>(depth), at.hash});
-      });
+  const Place found = walk<true>({match.root, 0}, entries, 0, sequence.tokens.size, [&](int32_t node, int64_t depth) {
+    const Node& at = nodes_[node];
+    match.path.push({at.number, at.family, node, static_cast<int32_t>(depth), at.hash});
+  });
   require_tokens(sequence.tokens, found.depth);  // those before equal stored ones
   match.found = match.length = found.depth;
   if (is_plain()) return;
@@ -290,7 +290,7 @@ LeaseId PrefixTree::lock(const Match& match) {
   if (free_leases_.empty()) {
     if (leases_.size() == leases_.capacity()) leases_.reserve(2 * leases_.size() + 64);
     free_leases_.reserve(leases_.capacity());  // a release cannot fail
-    leases_.push_back({0, 0, 0, false});
+    leases_.push_back({0, 0, false});
     free_leases_.push_back(static_cast<int32_t>(leases_.size() - 1));
   }
   const int32_t root = find_or_make_root(match.space);
@@ -301,7 +301,7 @@ LeaseId PrefixTree::lock(const Match& match) {
   hold(node);
   const int32_t slot = free_leases_.back();
   free_leases_.pop_back();
-  leases_[static_cast<size_t>(slot)] = {next_lease_, node, root, false};
+  leases_[static_cast<size_t>(slot)] = {next_lease_, node, false};
   ++num_leases_;
   return {slot, next_lease_++};
 }
@@ -324,7 +324,7 @@ void PrefixTree::release(LeaseId id) {
   leases_[static_cast<size_t>(id.slot)].number = 0;
   free_leases_.push_back(id.slot);
   --num_leases_;
-  if (lease.is_demoted || nodes_[lease.root].is_dropped) {
+  if (lease.is_demoted || nodes_[nodes_[lease.node].root].is_dropped) {
     let_go_coldest(lease.node);
   } else {
     let_go(lease.node);
@@ -423,6 +423,7 @@ int32_t PrefixTree::new_node(int32_t parent, int64_t begin) {
   }
   Node fresh{};
   fresh.parent = parent;
+  fresh.root = parent < 0 ? node : nodes_[parent].root;
   fresh.first_child = fresh.next_sibling = fresh.prev_sibling = -1;
   fresh.run = Run{};
   fresh.begin = static_cast<int32_t>(begin);
@@ -564,7 +565,7 @@ Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& co
   if (lease_id != nullptr) {
     from = require(*lease_id).node;
     lease = &leases_[static_cast<size_t>(lease_id->slot)];
-    if (nodes_[lease->root].is_dropped) {
+    if (nodes_[nodes_[from].root].is_dropped) {
       throw Stale("lease " + text(lease->number) + " is of a namespace that was dropped: release it");
     }
   } else {
@@ -575,8 +576,13 @@ Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& co
   const int64_t end = base + math_.first_slot(math_.page(sequence.tokens.size));
   if (end > kMaxLength) throw BadArgument("a sequence has fewer than 2^31 tokens");
   if (!extra_keys_.empty() || sequence.ranges != nullptr) require_tokens(sequence.tokens, 0);
-  require_columns(sequence.tokens, columns);
-  require_checkpoints(checkpoints, base, end);
+  try {
+    require_columns(sequence.tokens, columns);
+    require_checkpoints(checkpoints, base, end);
+  } catch (...) {
+    require_tokens(sequence.tokens, 0);  // what is wrong first is said first
+    throw;
+  }
 
   struct Tidy {
     ExtraKeys& keys;
@@ -612,7 +618,8 @@ Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& co
     result.filled.resize(windows_.size());
     for (int32_t node : path_) {
       const Run& run = nodes_[node].run;
-      const int64_t first = math_.page(nodes_[node].begin), last = math_.page(std::min<int64_t>(nodes_[node].end(), present));
+      const int64_t first = math_.page(nodes_[node].begin),
+                    last = math_.page(std::min<int64_t>(nodes_[node].end(), present));
       for (int c = 0; c < num_columns(); ++c) {
         if (held(c, node) == math_.page(run.length)) continue;
         int64_t page = first;
@@ -658,16 +665,21 @@ Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& co
   }
   std::vector<TreeEvent> news;
   if (is_listened_) {
-    const std::string space(lease == nullptr ? sequence.space : std::string_view(space_of(lease->root)));
+    const std::string space(lease == nullptr ? sequence.space : std::string_view(space_of(from)));
+    // The page before may be a hole that this very call fills.
+    const auto correct_parent = [&](TreeEvent& told) {
+      const int64_t given = math_.page(told.position - base) - 1;
+      if (told.parent < 0 && given >= 0) told.parent = columns[0][given];
+    };
     for (const Hole& hole : holes) {
-      const int32_t node = *std::find_if(path_.begin(), path_.end(), [&](int32_t n) {
-        return math_.first_slot(hole.page) < nodes_[n].end();
-      });
+      const int32_t node = *std::find_if(path_.begin(), path_.end(),
+                                         [&](int32_t n) { return math_.first_slot(hole.page) < nodes_[n].end(); });
       TreeEvent filled = event(true, node, math_.first_slot(hole.page), math_.first_slot(hole.page + 1));
       for (int c = 0; c < num_columns(); ++c) {
         filled.columns[static_cast<size_t>(c)][0] =
             c == hole.column ? columns[static_cast<size_t>(c)][hole.page - math_.page(base)] : -1;
       }
+      correct_parent(filled);
       news.push_back(std::move(filled));
     }
     // A checkpoint among pages that are there; then the new run with its own.
@@ -677,8 +689,10 @@ Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& co
         const Node& node = nodes_[climb({at.node, position}).node];
         const int64_t page = math_.page(position - node.begin);
         runs_.copy_pages(node.run, 0, page - 1, page, &run.parent);
+        correct_parent(run);
       }
-      run.tokens.assign(sequence.tokens.data + (position - base), sequence.tokens.data + (position - base + num_tokens));
+      run.tokens.assign(sequence.tokens.data + (position - base),
+                        sequence.tokens.data + (position - base + num_tokens));
       for (const Ids& column : columns) {
         const int32_t* ids = column.data + math_.page(position - base);
         run.columns.emplace_back(ids, ids + math_.page(num_tokens));
@@ -698,9 +712,8 @@ Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& co
 
   ++now_;
   for (const Hole& hole : holes) {
-    const int32_t node = *std::find_if(path_.begin(), path_.end(), [&](int32_t n) {
-      return math_.first_slot(hole.page) < nodes_[n].end();
-    });
+    const int32_t node = *std::find_if(path_.begin(), path_.end(),
+                                       [&](int32_t n) { return math_.first_slot(hole.page) < nodes_[n].end(); });
     const int64_t page = hole.page - math_.page(nodes_[node].begin);
     runs_.for_pages(nodes_[node].run, hole.column, page, page + 1, [&](int32_t* id, int64_t) {
       *id = columns[static_cast<size_t>(hole.column)][hole.page - math_.page(base)];

@@ -2,8 +2,8 @@
 // each call does; here is how.
 //
 // Nodes are entries of one array, addressed by index; a freed entry is used again, a node's number
-// never. The root of a namespace is a node without tokens. `locks` of a node counts the leases that end there and the children that
-// are locked, so locking stops at the first ancestor that is locked already, and a node is protected
+// never. The root of a namespace is a node without tokens. `locks` of a node counts the leases that end there and the
+// children that are locked, so locking stops at the first ancestor that is locked already, and a node is protected
 // exactly while it is not zero. A lease always ends where its node ends.
 //
 // A match is a value that may be locked much later. What makes that safe: tokens before a node's
@@ -71,8 +71,8 @@ struct Match {
   int64_t length = 0;
   int64_t found = 0;
   int32_t state_id = -1;
-  int64_t made = 0;      // the next family when it was made
-  int32_t root = -1;     // -1: the namespace was not there
+  int64_t made = 0;   // the next family when it was made
+  int32_t root = -1;  // -1: the namespace was not there
   int64_t root_number = 0;
   Path path;  // down to `length`
 };
@@ -98,7 +98,7 @@ struct Inserted {
   int64_t present = 0;
   int64_t stored = 0;
   int64_t length = 0;
-  std::vector<std::vector<int32_t>> filled;  // page numbers, a column; empty: none
+  std::vector<std::vector<int32_t>> filled;  // page numbers, a column; empty: no column has holes
   std::vector<int32_t> states;
 };
 
@@ -197,19 +197,19 @@ class PrefixTree {
     int32_t locks;
     Run run;
     int32_t begin;
-    uint32_t hash;     // of (parent, first page)
-    int64_t number;    // 0: freed
+    uint32_t hash;   // of (parent, first page)
+    int64_t number;  // 0: freed
     int64_t family;
     int64_t used;
-    bool is_trimmed;   // lost its tail: never grows in place again
-    bool is_dropped;   // a root whose namespace was dropped
+    int32_t root;
+    bool is_trimmed;  // lost its tail: never grows in place again
+    bool is_dropped;  // a root whose namespace was dropped
     int32_t end() const { return begin + run.length; }
     bool is_root() const { return parent < 0; }
   };
   struct Lease {
     int64_t number;  // 0: free
     int32_t node;
-    int32_t root;
     bool is_demoted;
   };
   // Tokens [to, from) of a node go; to 0: the node goes.
@@ -239,7 +239,8 @@ class PrefixTree {
   uint32_t hash(int32_t parent, const int32_t* page) const;
   int32_t find_root(std::string_view space) const;
   int32_t child_of(int32_t parent, const int32_t* page) const;
-  // Follows entries [depth - base, ...) down from a place at the end of a node; each(node, depth) for every node entered.
+  // Follows entries [depth - base, ...) down from a place at the end of a node; each(node, depth) for every node
+  // entered.
   template <bool with_ids, typename Each>
   Place walk(Place from, const int32_t* entries, int64_t base, int64_t end, Each each) const;
   // The deepest usable place at or above one.
@@ -254,12 +255,14 @@ class PrefixTree {
   int32_t new_node(int32_t parent, int64_t begin);
   int32_t find_or_make_root(std::string_view space);
   void free_node(int32_t node);
-  void link(int32_t node);     // into its parent's children and the table
-  void remove(int32_t node);   // an unprotected leaf
+  void link(int32_t node);    // into its parent's children and the table
+  void remove(int32_t node);  // an unprotected leaf
   void free_root_if_empty(int32_t root);
   // Cuts a node in two; the upper half is returned.
   int32_t split(int32_t node, int64_t at);
-  int32_t end_at(Place place) { return place.depth < nodes_[place.node].end() ? split(place.node, place.depth) : place.node; }
+  int32_t end_at(Place place) {
+    return place.depth < nodes_[place.node].end() ? split(place.node, place.depth) : place.node;
+  }
   int32_t add_leaf(int32_t parent, int64_t begin);
   void hold(int32_t node);
   void let_go(int32_t node);
@@ -299,7 +302,7 @@ class PrefixTree {
   ChildTable children_;
   LeastRecentlyUsed order_;
   ExtraKeys extra_keys_;
-  std::vector<GrowArray<int32_t>> held_;             // a window column: pages that are not holes, by node
+  std::vector<GrowArray<int32_t>> held_;              // a window column: pages that are not holes, by node
   std::vector<std::vector<Checkpoint>> checkpoints_;  // with states: by node, ascending
   std::map<std::string, int32_t, std::less<>> roots_;
   std::unordered_map<int32_t, std::string> names_;  // of roots, dropped ones too

@@ -26,8 +26,9 @@ void PrefixTree::cut(int32_t node, int64_t from, int64_t to) {
   for (int c = 0; c < num_columns(); ++c) {
     const int64_t begin = math_.page(to), end = math_.page(from);
     const bool is_whole = to == 0 && from == at.run.length;
-    sizes_.columns[static_cast<size_t>(c)] +=
-        !is_window(c) ? end - begin : is_whole ? held(c, node) : count_held(at.run, c, begin, end);
+    sizes_.columns[static_cast<size_t>(c)] += !is_window(c) ? end - begin
+                                              : is_whole    ? held(c, node)
+                                                            : count_held(at.run, c, begin, end);
   }
   if (has_states_) {
     for (const Checkpoint& checkpoint : checkpoints_[static_cast<size_t>(node)]) {
@@ -38,7 +39,8 @@ void PrefixTree::cut(int32_t node, int64_t from, int64_t to) {
     TreeEvent gone = event(false, node, at.begin + to, at.begin + from);
     if (has_states_) {
       for (const Checkpoint& checkpoint : checkpoints_[static_cast<size_t>(node)]) {
-        if (checkpoint.length > at.begin + to && checkpoint.length <= at.begin + from) gone.states.push_back(checkpoint);
+        if (checkpoint.length > at.begin + to && checkpoint.length <= at.begin + from)
+          gone.states.push_back(checkpoint);
       }
     }
     cut_events_.push_back(std::move(gone));
@@ -229,7 +231,8 @@ void PrefixTree::carry_out(const std::vector<int32_t*>& columns, int32_t* states
     for (const Cut& cut : cuts_) {
       const int64_t begin = nodes_[cut.node].begin;
       for (const Checkpoint& checkpoint : checkpoints_[static_cast<size_t>(cut.node)]) {
-        if (checkpoint.length > begin + cut.to && checkpoint.length <= begin + cut.from) *states++ = checkpoint.state_id;
+        if (checkpoint.length > begin + cut.to && checkpoint.length <= begin + cut.from)
+          *states++ = checkpoint.state_id;
       }
     }
   }
@@ -275,8 +278,7 @@ int64_t PrefixTree::plan_punch(LeaseId id, int column, int64_t end) {
                       [&](const int32_t* ids, int64_t n) {
                         for (int64_t i = 0; i < n; ++i, ++page) {
                           if (ids[i] < 0) continue;
-                          TreeEvent gone =
-                              event(false, each, math_.first_slot(page), math_.first_slot(page + 1));
+                          TreeEvent gone = event(false, each, math_.first_slot(page), math_.first_slot(page + 1));
                           for (int c = 0; c < num_columns(); ++c) {
                             if (c != column) gone.columns[static_cast<size_t>(c)][0] = -1;
                           }
@@ -324,7 +326,8 @@ int64_t PrefixTree::plan_replace(const Sequence& sequence, const std::vector<Ids
   const auto step = [&](int32_t node, int64_t) { path_.push_back(node); };
   const int64_t found = root < 0 ? 0 : walk<false>({root, 0}, entries, 0, end, step).depth;
   if (found != end) {
-    throw BadArgument("only " + text(found) + " of " + text(end) + " tokens are in the tree: replace what a match finds");
+    throw BadArgument("only " + text(found) + " of " + text(end) +
+                      " tokens are in the tree: replace what a match finds");
   }
   if (is_listened_ && end > 0) {
     TreeEvent gone{false, std::string(sequence.space), 0, 0, {}, {}, {}};

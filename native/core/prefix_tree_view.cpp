@@ -5,10 +5,7 @@
 
 namespace pagoda {
 
-const std::string& PrefixTree::space_of(int32_t node) const {
-  while (!nodes_[node].is_root()) node = nodes_[node].parent;
-  return names_.find(node)->second;
-}
+const std::string& PrefixTree::space_of(int32_t node) const { return names_.find(nodes_[node].root)->second; }
 
 std::vector<int32_t> PrefixTree::decode(const int32_t* entries, int64_t n) const {
   std::vector<int32_t> tokens(entries, entries + n);
@@ -47,7 +44,8 @@ std::vector<NodeInfo> PrefixTree::nodes(int64_t max_nodes, int64_t max_tokens, c
   std::vector<std::pair<int32_t, int64_t>> todo;
   std::vector<std::pair<int64_t, int32_t>> dropped;
   for (const auto& [root, name] : names_) {
-    if (nodes_[root].is_dropped && (space == nullptr || name == *space)) dropped.emplace_back(nodes_[root].number, root);
+    if (nodes_[root].is_dropped && (space == nullptr || name == *space))
+      dropped.emplace_back(nodes_[root].number, root);
   }
   std::sort(dropped.rbegin(), dropped.rend());
   for (const auto& each : dropped) todo.emplace_back(each.second, 0);
@@ -79,9 +77,7 @@ std::vector<NodeInfo> PrefixTree::nodes(int64_t max_nodes, int64_t max_tokens, c
     view.number = node.number;
     view.parent = node.is_root() ? 0 : nodes_[node.parent].number;
     view.space = space_of(index);
-    int32_t root = index;
-    while (!nodes_[root].is_root()) root = nodes_[root].parent;
-    view.is_dropped = nodes_[root].is_dropped;
+    view.is_dropped = nodes_[node.root].is_dropped;
     view.level = level;
     view.begin = node.begin;
     view.end = node.end();
@@ -121,7 +117,9 @@ void PrefixTree::check_node(int32_t index, std::vector<bool>& chunks) const {
   int64_t num_children = 0;
   for (int32_t child = node.first_child, before = -1; child >= 0; child = nodes_[child].next_sibling) {
     const Node& at = nodes_[child];
-    if (at.parent != index || at.prev_sibling != before) broken(10, child, "its links do not lead back");
+    if (at.parent != index || at.prev_sibling != before || at.root != node.root) {
+      broken(10, child, "its links do not lead back");
+    }
     if (at.begin != node.end()) broken(10, child, "it does not begin where its parent ends");
     before = child;
     ++num_children;
@@ -194,7 +192,7 @@ void PrefixTree::check() const {
   }
   std::vector<int32_t> order;  // parents before children
   for (const auto& [root, name] : names_) {
-    if (!nodes_[root].is_root()) broken(10, root, "a root has a parent");
+    if (!nodes_[root].is_root() || nodes_[root].root != root) broken(10, root, "a root has a parent");
     if (!nodes_[root].is_dropped && find_root(name) != root) broken(10, root, "its namespace does not lead to it");
     order.push_back(root);
   }
@@ -227,7 +225,8 @@ void PrefixTree::check() const {
   for (size_t i = order.size(); i-- > 0;) {
     const Node& node = nodes_[order[i]];
     if (locks[static_cast<size_t>(order[i])] != node.locks) {
-      broken(12, order[i], text(node.locks) + " locks are counted, there are " + text(locks[static_cast<size_t>(order[i])]));
+      broken(12, order[i],
+             text(node.locks) + " locks are counted, there are " + text(locks[static_cast<size_t>(order[i])]));
     }
     if (node.locks > 0 && !node.is_root()) ++locks[static_cast<size_t>(node.parent)];
   }

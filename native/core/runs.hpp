@@ -71,8 +71,7 @@ class RunStore {
   template <typename Each>
   void for_pages(const Run& run, int column, int64_t begin, int64_t end, Each each) {
     const RunStore& self = *this;
-    self.for_pages(run, column, begin, end,
-                   [&](const int32_t* ids, int64_t n) { each(const_cast<int32_t*>(ids), n); });
+    self.for_pages(run, column, begin, end, [&](const int32_t* ids, int64_t n) { each(const_cast<int32_t*>(ids), n); });
   }
 
   // The same for tokens [begin, end).
@@ -127,10 +126,10 @@ class RunStore {
   int64_t page_;
   int64_t chunk_pages_;
   int64_t chunk_tokens_;
-  GrowArray<int32_t> tokens_;               // [chunks * chunk_tokens]
+  GrowArray<int32_t> tokens_;                // [chunks * chunk_tokens]
   std::vector<GrowArray<int32_t>> columns_;  // each [chunks * chunk_pages]
-  GrowArray<int32_t> next_, prev_;          // [chunks]
-  int32_t free_ = -1;                       // chunks that were given back, through next_, last in first out
+  GrowArray<int32_t> next_, prev_;           // [chunks]
+  int32_t free_ = -1;                        // chunks that were given back, through next_, last in first out
   int64_t num_free_ = 0;
 };
 

@@ -274,7 +274,8 @@ class Fuzz {
       Tokens known;
       std::map<int32_t, int> ids;
       for (const auto& [key, page] : model_) ids[page.id] = 1;
-      std::copy_if(freed.begin(), freed.end(), std::back_inserter(known), [&](int32_t id) { return ids.count(id) > 0; });
+      std::copy_if(freed.begin(), freed.end(), std::back_inserter(known),
+                   [&](int32_t id) { return ids.count(id) > 0; });
       freed = known;
     }
     Tokens expected;
@@ -317,7 +318,8 @@ class Fuzz {
       for (const auto& [key, page] : model_) {
         if (key.first == name && !is_protected(key.first, key.second)) expected.push_back(page.id);
       }
-      for (auto it = model_.begin(); it != model_.end();) it = it->first.first == name ? model_.erase(it) : std::next(it);
+      for (auto it = model_.begin(); it != model_.end();)
+        it = it->first.first == name ? model_.erase(it) : std::next(it);
       for (HeldLease& lease : leases_) lease.is_dropped = lease.is_dropped || lease.space == name;
       std::sort(freed.begin(), freed.end());
       std::sort(expected.begin(), expected.end());
@@ -343,7 +345,8 @@ class Fuzz {
 
   void compare() {
     tree_.check();
-    if (std::any_of(leases_.begin(), leases_.end(), [](const HeldLease& l) { return l.is_dropped; }) || orphans_) return;
+    if (std::any_of(leases_.begin(), leases_.end(), [](const HeldLease& l) { return l.is_dropped; }) || orphans_)
+      return;
     int64_t locked = 0, leaves = 0;
     for (const auto& [key, page] : model_) {
       locked += is_protected(key.first, key.second);

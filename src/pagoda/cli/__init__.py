@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -14,15 +15,19 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status is 0, 1 after an error, 2 for wrong usage, 130 after Ctrl-C."""
+    """Run one command; its exit status is 0, 1 after an error, 2 for wrong usage, 130 after Ctrl-C, 141
+    when nobody reads on (`pagoda demo | head`)."""
     parser = argparse.ArgumentParser(
         prog="pagoda", description="The KV-cache memory of an LLM engine, as a library."
     )
     parser.add_argument("--version", action="version", version=f"pagoda {__version__}")
     commands = parser.add_subparsers(title="commands", required=True)
-    tour = commands.add_parser("demo", help="a tour: allocate, write, read back, free, and look at the pool")
-    tour.add_argument("--device", default="cpu", help="cpu (the default) or cuda")
-    tour.set_defaults(run=lambda options: demo.run(options.device, sys.stdout))
+    tour = commands.add_parser("demo", help="a tour: the pool with its pages, then the tree of prefixes")
+    tour.add_argument(
+        "part", nargs="?", choices=list(demo.PARTS), help="one part of it; all, if none is named"
+    )
+    tour.add_argument("--device", default="cpu", help="where the pool lies: cpu (the default) or cuda")
+    tour.set_defaults(run=lambda options: demo.run(options.part, options.device, sys.stdout))
     options = parser.parse_args(arguments)
     try:
         options.run(options)
@@ -31,4 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # The interpreter flushes once more at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return 0

@@ -12,15 +12,46 @@ from pagoda.compat.pools import (
     make_full_attention_net_mem_pool,
     make_req_to_token_pool,
 )
+from pagoda.compat.radix import (
+    BaseCacheHandle,
+    BaseCacheManager,
+    RadixCacheHandle,
+    RadixCacheManager,
+    SizeInfo,
+)
+from pagoda.compat.radix_picture import RadixTreeNode, format_radix_tree, print_radix_tree
+from pagoda.compat.radix_requests import CacheManager, Request
+from pagoda.compat.radix_sizing import (
+    create_page_table,
+    find_first_diff_pos,
+    get_mha_cache_per_page,
+    get_num_pages_for_kv_cache,
+)
+from pagoda.compat.slot_prefixes import PrefixCacheManager
 from pagoda.compat.slots import SlotAllocator
 
 __all__ = [
+    "BaseCacheHandle",
+    "BaseCacheManager",
     "BlockAllocator",
+    "CacheManager",
     "GDNPool",
     "KVPool",
+    "PrefixCacheManager",
+    "RadixCacheHandle",
+    "RadixCacheManager",
+    "RadixTreeNode",
     "ReqToTokenPool",
+    "Request",
+    "SizeInfo",
     "SlotAllocator",
     "TokenToKVPoolAllocator",
+    "create_page_table",
+    "find_first_diff_pos",
+    "format_radix_tree",
+    "get_mha_cache_per_page",
+    "get_num_pages_for_kv_cache",
     "make_full_attention_net_mem_pool",
     "make_req_to_token_pool",
+    "print_radix_tree",
 ]

@@ -1,0 +1,112 @@
+"""``python -m bench.plot``: bench/results/*.json → docs/plots/*.svg. Draws what is there, no more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from bench.measure import RESULTS
+
+PLOTS = Path(__file__).parent.parent / "docs" / "plots"
+GREY = "#7d8590"  # text and axes: legible on white and on black, as the colours are
+COLOURS = ["#2f81f7", "#d29922", "#3fb950", "#db61a2", "#a371f7"]
+PEER_COLOURS = {"sglang-rust": "#f85149", "sglang-unified": "#bc8c5f", "sglang-radix": "#8b949e"}
+STYLE = {
+    "svg.fonttype": "none",  # text stays text: small, and it can be searched
+    "svg.hashsalt": "pagoda",  # the same numbers give the same file
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": GREY,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": GREY,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4,
+}
+
+Row = dict[str, Any]
+
+
+def results(name: str) -> list[Row]:
+    """The rows of one benchmark; none if it was not run."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def main() -> None:
+    mpl.rcParams.update(STYLE)
+    tree = results("tree")
+    if not tree:
+        raise SystemExit("bench.plot: no results; run `python -m bench tree` first")
+    PLOTS.mkdir(parents=True, exist_ok=True)
+    by_leaves(
+        [row for row in tree if row["figure"] == "leaves"],
+        [row for row in results("radix") if row["impl"] in PEER_COLOURS and "evict" in row],
+    )
+    by_length([row for row in tree if row["figure"] == "length"])
+
+
+def by_leaves(rows: list[Row], peers: list[Row]) -> None:
+    figure, axes = _axes(
+        "leaves in the tree", "Cost of an operation against leaves (prompts of 1,500 tokens)"
+    )
+    _lines(axes, rows, "leaves", ["match, µs", "insert, µs", "lock + release, µs", "evict, µs"])
+    first_page = min((row["page"] for row in peers), default=0)
+    for name, colour in PEER_COLOURS.items():
+        points = sorted(
+            (row["evict_leaves"], row["evict"]["p50_us"])
+            for row in peers
+            if row["impl"] == name and row["page"] == first_page
+        )
+        if points:
+            axes.plot(*zip(*points, strict=True), "o--", color=colour, label=f"evict, {name}")
+    _write(figure, axes, "tree-leaves")
+
+
+def by_length(rows: list[Row]) -> None:
+    figure, axes = _axes("tokens of the prompt", "Cost of an operation against length (out of cache)")
+    names = ["match, µs", "insert half new, µs", "insert new, µs", "evict as many, µs", "lock + release, µs"]
+    _lines(axes, rows, "tokens", names)
+    points = [(row["tokens"], row["machine, µs"]["best_us"]) for row in rows]
+    axes.plot(*zip(*points, strict=True), ":", color=GREY, label="machine: compare + copy")
+    _write(figure, axes, "tree-length")
+
+
+def _axes(across: str, title: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7.2, 4.2))
+    axes = figure.subplots()
+    axes.set(xscale="log", yscale="log", xlabel=across, ylabel="µs, median")
+    axes.set_title(title, fontsize=11, color=GREY)
+    axes.grid(True, which="major")
+    axes.minorticks_off()
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    return figure, axes
+
+
+def _lines(axes: Axes, rows: list[Row], across: str, names: list[str]) -> None:
+    for name, colour in zip(names, COLOURS, strict=False):
+        points = [(row[across], row[name]["best_us"]) for row in rows]
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=name.removesuffix(", µs"))
+
+
+def _write(figure: Figure, axes: Axes, name: str) -> None:
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(PLOTS / f"{name}.svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
+    print(f"docs/plots/{name}.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The prefix trees of SGLang beside ours: one workload, one process each, answers compared."""

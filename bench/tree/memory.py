@@ -1,0 +1,96 @@
+"""Resident bytes a cached token, built and churned: ``python -m bench.tree.memory PAGE SCALE``."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from bench.radix import workload
+from bench.samples import resident_bytes
+from pagoda.tree import PrefixTree
+
+SCALE = 4.0  # some 8 million tokens: what Python itself takes in between does not show
+CHURN_ROUNDS = 5  # the capacity, so many times over
+LEASES = 64
+
+
+def rows(pages: tuple[int, ...] = (1, 16, 64), scale: float = SCALE) -> list[dict[str, Any]]:
+    found = []
+    for page in pages:
+        command = [sys.executable, "-m", "bench.tree.memory", str(page), str(scale)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    return found
+
+
+def measured(page: int, scale: float) -> dict[str, Any]:
+    prompts = [op.tokens for op in workload.make(scale=scale, leaves=0).build]
+    tree = PrefixTree(page)
+    churn(tree, page, prompts[:1], 0, 0)  # what is imported and made once is not the tree's
+    tree = PrefixTree(page)
+    gc.collect()
+    empty = resident_bytes()
+
+    next_page = 1
+    for tokens in prompts:
+        num_pages = len(tokens) // page
+        tree.insert(tokens, np.arange(next_page, next_page + num_pages, dtype=np.int32))
+        next_page += num_pages
+    gc.collect()
+    built_tokens = tree.num_tokens
+    built = (resident_bytes() - empty) / built_tokens
+
+    evicted = churn(tree, page, prompts, built_tokens, CHURN_ROUNDS)
+    gc.collect()
+    churned = (resident_bytes() - empty) / tree.num_tokens
+    return {
+        "page": page,
+        "tokens": built_tokens,
+        "after the build": built,
+        "evicted, × the capacity": evicted / built_tokens,
+        "tokens then": tree.num_tokens,
+        "nodes then": tree.num_nodes,
+        "after churn": churned,
+        "churn / build": churned / built,
+    }
+
+
+def churn(tree: PrefixTree, page: int, prompts: list[np.ndarray], capacity: int, rounds: int) -> int:
+    """Requests at constant capacity: each leaves a known prompt somewhere and goes its own way.
+
+    As many as evict `rounds` times the capacity; 64 run at a time. Returns the tokens evicted.
+    """
+    rng = np.random.default_rng(2)
+    running: deque[Any] = deque()
+    evicted, steps = 0, 0
+    while evicted < rounds * capacity or steps < 3:
+        steps += 1
+        known = prompts[rng.integers(len(prompts))]
+        begin = known[: rng.integers(1, len(known) + 1)]
+        own = rng.integers(1, workload.VOCAB, rng.integers(150, 551), dtype=np.int32)
+        tokens = np.concatenate((begin, own))
+        lease = tree.lock(tree.match(tokens))
+        wanted = len(tokens) - lease.length
+        excess = tree.num_tokens + wanted - capacity
+        if excess > 0 and rounds:
+            evicted += len(tree.evict(excess).page_ids) * page
+        # The prompt in one piece, 64 tokens of output as their pages fill.
+        for end in [len(tokens) - 64, *range(len(tokens) - 64 + page, len(tokens) + 1, page)]:
+            tail = tokens[lease.length : end]
+            tree.insert(tail, np.arange(1, len(tail) // page + 1, dtype=np.int32), lease)
+        running.append(lease)
+        if len(running) > LEASES:
+            tree.release(running.popleft())
+    for lease in running:
+        tree.release(lease)
+    return evicted
+
+
+if __name__ == "__main__":
+    print(json.dumps(measured(int(sys.argv[1]), float(sys.argv[2]))))

@@ -1,0 +1,60 @@
+"""What the tours write with: numbered titles, colours where they are wanted, mistakes on purpose."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+from pagoda.errors import PagodaError
+
+__all__ = ["Pen"]
+
+INDENT = 3
+Mistake = tuple[str, Callable[[], object], type[PagodaError]]  # what is tried, the call, what it must raise
+
+
+class Pen:
+    """Writes to one stream, 80 to 100 columns; in colour only on a terminal, and not with NO_COLOR."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out = out
+        self.has_colour = out.isatty() and "NO_COLOR" not in os.environ
+        self.width = min(100, max(80, shutil.get_terminal_size((100, 24)).columns)) - INDENT
+        self.num_titles = 0
+
+    def part(self, text: str) -> None:
+        self.num_titles = 0
+        self._write(f"\n{self.paint('1;36', f'── {text} ' + '─' * (self.width - 1 - len(text)))}")
+
+    def title(self, text: str) -> None:
+        self.num_titles += 1
+        self._write(f"\n{self.paint('1', f'{self.num_titles}. {text}')}")
+
+    def say(self, text: str = "") -> None:
+        """Text, each of its lines a little to the right."""
+        for line in text.split("\n"):
+            self._write(" " * INDENT + line if line else "")
+
+    def _write(self, text: str) -> None:
+        try:
+            print(text, file=self.out, flush=True)
+        except UnicodeEncodeError:  # a stream of another alphabet: better poor than nothing
+            print(text.encode("ascii", "replace").decode(), file=self.out, flush=True)
+
+    def paint(self, colour: str, text: str) -> str:
+        return f"\033[{colour}m{text}\033[0m" if self.has_colour else text
+
+    def make(self, mistakes: Sequence[Mistake]) -> None:
+        """Make mistakes and show how each was caught."""
+        for what, mistake, kind in mistakes:
+            try:
+                mistake()
+            except kind as error:
+                kind_name = type(error).__name__
+                lines = textwrap.wrap(f"{what}: {kind_name}: {error}", self.width, subsequent_indent="  ")
+                self.say("\n".join(lines).replace(kind_name, self.paint("31", kind_name), 1))
+            else:
+                raise PagodaError(f"{what} went unnoticed")

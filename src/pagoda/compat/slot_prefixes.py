@@ -1,0 +1,268 @@
+"""`PrefixCacheManager`: which slot of a caller's cache holds the prefix of a sequence.
+
+In: tokens; out: (slot, version). Every prefix is an entry that points to a slot and owns none: a page of
+one token with two columns, slot + 1 and version + 1, in a `PrefixTree`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagoda.compat.tokens import host_tokens
+from pagoda.errors import ArgumentError, CapacityError, InvariantError, OutOfRangeError
+from pagoda.pools.arguments import AnyIds, count, number
+from pagoda.tree import Lease, PrefixTree
+
+__all__ = ["PrefixCacheManager"]
+
+MISS = (0, -1, 0)  # length, slot, version of what is not there
+_log = logging.getLogger(__name__)
+
+
+class Versions(Protocol):
+    """Whoever knows the version of a slot, as `SlotAllocator` does."""
+
+    def version(self, idx: int) -> int: ...
+
+
+class PrefixCacheManager:
+    """Points every prefix of the sequences it was told to the slot that holds it; at most `max_capacity`.
+
+    What is referenced is never evicted: where that alone is more than `max_capacity`, it stays. It
+    needs no device: the cache is the caller's. Several threads may call it.
+
+    Errors: ConfigError for a negative capacity.
+    """
+
+    def __init__(self, max_capacity: int = 1000) -> None:
+        self.max_capacity = count(max_capacity, "max_capacity", low=0)
+        self._tree = PrefixTree(1, windows=(None, None))
+        self._references: dict[bytes, list[Lease]] = {}  # by the digest of a sequence
+        self._is_over = False  # whether references keep more than max_capacity
+        self._lock = threading.RLock()
+
+    @property
+    def num_tokens(self) -> int:
+        """Cached tokens, i.e. distinct prefixes. O(1)."""
+        return self._tree.num_tokens
+
+    def insert(self, token_ids: AnyIds, slot: int, slot_ver: int) -> None:
+        """Point every prefix of a sequence to a slot at a version, also those that pointed elsewhere.
+
+        The caller holds one reference to the sequence until it calls `release`; the slot stays its own.
+        Over capacity the least recently used unreferenced tails go. Cost: O(tokens). Errors:
+        ArgumentError, OutOfRangeError.
+        """
+        tokens = host_tokens(token_ids, "token_ids")
+        entry = _entry_id(slot, "slot"), _entry_id(slot_ver, "slot_ver")
+        if tokens.size == 0:
+            return
+        with self._lock:
+            lease = self._tree.lock(self._tree.match(tokens))
+            try:
+                new = tokens[lease.length :]
+                present = self._tree.insert(new, _columns(entry, new.size), lease).present
+                if present:
+                    self._tree.replace(tokens[:present], _columns(entry, present))
+                self._refer(tokens, lease)
+            except BaseException:
+                self._tree.release(lease)
+                raise
+            is_news = self._evict_excess()
+        self._warn_if(is_news)
+
+    def find(self, token_ids: AnyIds) -> tuple[int, int, int]:
+        """(length, slot, version) of the longest cached prefix, which is renewed; (0, −1, 0) without one.
+
+        The slot may have been allocated again since: `find_valid` tells. Cost: O(tokens). Errors:
+        ArgumentError, OutOfRangeError.
+        """
+        tokens = host_tokens(token_ids, "token_ids")
+        with self._lock, self._tree.lock(self._tree.match(tokens)) as lease:
+            if lease.length == 0:
+                return MISS
+            slot, version = (int(self._tree.page_ids(lease, column)[-1]) - 1 for column in (0, 1))
+            return lease.length, slot, version
+
+    def find_valid(self, token_ids: AnyIds, slots: Versions) -> tuple[int, int, int]:
+        """As `find`, but the longest prefix whose slot still has the version it had when it was inserted.
+
+        `slots` is the `SlotAllocator` of these slots. What is longer but outdated is not renewed.
+        Cost: O(tokens), and a question to `slots` for each change of slot on the way back. Errors:
+        ArgumentError, OutOfRangeError.
+        """
+        tokens = host_tokens(token_ids, "token_ids")
+        if not callable(getattr(slots, "version", None)):
+            raise ArgumentError(f"slots: give a SlotAllocator, not {type(slots).__name__}")
+        entries = np.stack(self._tree.match(tokens).columns) - 1  # [2, found]: slots, versions
+        # Where the slot or its version changes; each stretch is asked about once, the longest first, and
+        # without our lock: `slots` has one of its own, and a finalizer under that may call us.
+        ends = np.flatnonzero((entries[:, 1:] != entries[:, :-1]).any(axis=0)) + 1
+        for length in (entries.shape[1], *reversed(ends.tolist())):
+            if length == 0:
+                break
+            slot, version = entries[:, length - 1].tolist()
+            if _is_current(slots, slot, version):
+                with self._lock, self._tree.lock(self._tree.match(tokens[:length])):
+                    return length, slot, version
+        return MISS
+
+    def pin(self, token_ids: AnyIds) -> None:
+        """Add a reference to a sequence, which keeps it from being evicted; nothing if it is not cached.
+
+        Cost: O(tokens). Errors: ArgumentError, OutOfRangeError.
+        """
+        tokens = host_tokens(token_ids, "token_ids")
+        with self._lock:
+            found = self._tree.match(tokens)
+            if tokens.size == 0 or found.length < tokens.size:
+                return
+            lease = self._tree.lock(found)
+            if lease.length == tokens.size:
+                self._refer(tokens, lease)
+            else:  # a finalizer evicted in between
+                self._tree.release(lease)
+
+    def release(self, token_ids: AnyIds) -> None:
+        """Drop a reference to a sequence; what it points to stays cached. Nothing if there is none.
+
+        Cost: O(tokens). Errors: ArgumentError, OutOfRangeError.
+        """
+        key = _digest(host_tokens(token_ids, "token_ids"))
+        with self._lock:
+            leases = self._references.get(key)
+            if not leases:
+                return
+            lease = leases.pop()
+            if not leases:
+                del self._references[key]
+            self._tree.release(lease)
+            is_news = self._evict_excess()
+        self._warn_if(is_news)
+
+    def _refer(self, tokens: npt.NDArray[np.int32], lease: Lease) -> None:
+        key = _digest(tokens)
+        while True:
+            leases = self._references.setdefault(key, [])
+            leases.append(lease)
+            if self._references.get(key) is leases:
+                return
+            leases.pop()  # a finalizer released the last reference in between, and its list is gone
+
+    def _evict_excess(self) -> bool:
+        """Enforce the capacity as far as references allow; whether it is news that they do not."""
+        excess, evictable = self._tree.num_tokens - self.max_capacity, self._tree.evictable_tokens
+        was_over, self._is_over = self._is_over, excess > evictable
+        if excess > 0 and evictable > 0:
+            with suppress(CapacityError):  # a finalizer evicted in between: it saw to the excess too
+                self._tree.evict(min(excess, evictable))
+        return self._is_over and not was_over
+
+    def _warn_if(self, is_news: bool) -> None:
+        """Without our lock: handlers have locks of their own, and a finalizer under one may call us."""
+        if is_news:
+            _log.warning(
+                "%d cached tokens are referenced, more than max_capacity = %d: they stay until released",
+                self._tree.num_tokens,
+                self.max_capacity,
+            )
+
+    def copy_kv(
+        self, token_ids: AnyIds, target_slot: int, kv_cache: Sequence[torch.Tensor], n_layers: int
+    ) -> None:
+        """Copy a cached sequence's positions, of the first n_layers layers, from its slot to another.
+
+        `kv_cache` is (k_cache, v_cache), each [slot, position, layer, heads, dim]. Nothing happens for a
+        sequence that is not cached. Cost: O(tokens) on the host and one copy a tensor. Errors:
+        ArgumentError for a cache of too few positions or layers, OutOfRangeError for a slot that it has not.
+        """
+        tokens = host_tokens(token_ids, "token_ids")
+        target, num_layers = number(target_slot, "target_slot"), number(n_layers, "n_layers")
+        caches = _require_caches(kv_cache, num_layers)
+        for cache in caches:
+            _require_slot(target, cache, "target_slot")
+        found = self._tree.match(tokens)
+        if tokens.size == 0 or found.length < tokens.size:
+            return
+        slot = int(found.columns[0][-1]) - 1
+        for cache in caches:
+            _require_slot(slot, cache, "the cached slot")
+            if tokens.size > cache.shape[1]:
+                raise ArgumentError(
+                    f"token_ids: {tokens.size} tokens, and kv_cache has {cache.shape[1]} positions"
+                )
+        if slot == target:
+            return
+        with torch.no_grad():
+            for cache in caches:
+                cache[target, : tokens.size, :num_layers] = cache[slot, : tokens.size, :num_layers]
+
+    def reset(self) -> None:
+        """Forget everything, references included. Cost: O(nodes + references)."""
+        with self._lock:
+            self._tree.reset()
+            self._references.clear()
+            self._is_over = False
+
+    def check(self) -> None:
+        """Verify invariant 16 and the tree's. Cost: a walk over all of it. Errors: InvariantError."""
+        with self._lock:
+            self._tree.check()
+            num_references = sum(map(len, self._references.values()))
+            if num_references != self._tree.num_leases or not all(self._references.values()):
+                raise InvariantError(
+                    16, f"{num_references} references are counted, the tree has {self._tree.num_leases}"
+                )
+            if self._tree.num_tokens > self.max_capacity and self._tree.evictable_tokens:
+                raise InvariantError(
+                    16,
+                    f"{self._tree.num_tokens} tokens are cached, too many, and not all are referenced",
+                )
+
+
+def _digest(tokens: npt.NDArray[np.int32]) -> bytes:
+    return blake2b(tokens.tobytes(), digest_size=16).digest()
+
+
+def _entry_id(value: Any, name: str) -> int:
+    """A slot or version as a page id of the tree."""
+    given = number(value, name)
+    if given > 2**31 - 2:
+        raise ArgumentError(f"{name}: larger than any int32")
+    return given + 1
+
+
+def _columns(entry: tuple[int, int], size: int) -> list[npt.NDArray[np.int32]]:
+    return [np.full(size, page_id, dtype=np.int32) for page_id in entry]
+
+
+def _is_current(slots: Versions, slot: int, version: int) -> bool:
+    try:
+        return slots.version(slot) == version
+    except OutOfRangeError:
+        return False
+
+
+def _require_caches(kv_cache: Any, num_layers: int) -> list[torch.Tensor]:
+    caches = list(kv_cache) if isinstance(kv_cache, (tuple, list)) else []
+    if len(caches) != 2 or not all(isinstance(it, torch.Tensor) and it.dim() >= 3 for it in caches):
+        raise ArgumentError("kv_cache: give (k_cache, v_cache), each [slot, position, layer, heads, dim]")
+    if any(num_layers > cache.shape[2] for cache in caches):
+        raise ArgumentError(f"n_layers: kv_cache has {min(cache.shape[2] for cache in caches)} layers")
+    return caches
+
+
+def _require_slot(slot: int, cache: torch.Tensor, name: str) -> None:
+    if slot >= cache.shape[0]:
+        raise OutOfRangeError(
+            f"{name} = {min(slot, 10**18)} is out of range: kv_cache has {cache.shape[0]} slots", slot, 0
+        )
