@@ -1,4 +1,4 @@
-"""Resident bytes a cached token, built and churned: ``python -m bench.tree.memory PAGE SCALE``."""
+"""Resident bytes a cached token, built and churned: ``python -m bench.tree.memory PAGE SPLITS SCALE``."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from pagoda.tree import PrefixTree
 SCALE = 4.0  # some 8 million tokens: what Python itself takes in between does not show
 CHURN_ROUNDS = 5  # the capacity, so many times over
 LEASES = 64
+# How many of the requests leave a known prompt inside; the others continue one at its end. As many as in
+# bench/radix; and all of them, which cuts runs to pieces.
+SPLITS = (1 / 6, 1.0)
 
 
 def rows(pages: tuple[int, ...] = (1, 16, 64), scale: float = SCALE) -> list[dict[str, Any]]:
     found = []
-    for page in pages:
-        command = [sys.executable, "-m", "bench.tree.memory", str(page), str(scale)]
+    for page, splits in [(page, splits) for splits in SPLITS for page in pages]:
+        command = [sys.executable, "-m", "bench.tree.memory", str(page), str(splits), str(scale)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         found.append(json.loads(done.stdout.splitlines()[-1]))
     return found
 
 
-def measured(page: int, scale: float) -> dict[str, Any]:
+def measured(page: int, splits: float, scale: float) -> dict[str, Any]:
     prompts = [op.tokens for op in workload.make(scale=scale, leaves=0).build]
     tree = PrefixTree(page)
-    churn(tree, page, prompts[:1], 0, 0)  # what is imported and made once is not the tree's
+    churn(tree, page, prompts[:1], splits, 0, 0)  # what is imported and made once is not the tree's
     tree = PrefixTree(page)
     gc.collect()
     empty = resident_bytes()
@@ -46,11 +49,12 @@ def measured(page: int, scale: float) -> dict[str, Any]:
     built_tokens = tree.num_tokens
     built = (resident_bytes() - empty) / built_tokens
 
-    evicted = churn(tree, page, prompts, built_tokens, CHURN_ROUNDS)
+    evicted = churn(tree, page, prompts, splits, built_tokens, CHURN_ROUNDS)
     gc.collect()
     churned = (resident_bytes() - empty) / tree.num_tokens
     return {
         "page": page,
+        "requests that split": round(splits, 2),
         "tokens": built_tokens,
         "after the build": built,
         "evicted, × the capacity": evicted / built_tokens,
@@ -61,8 +65,10 @@ def measured(page: int, scale: float) -> dict[str, Any]:
     }
 
 
-def churn(tree: PrefixTree, page: int, prompts: list[np.ndarray], capacity: int, rounds: int) -> int:
-    """Requests at constant capacity: each leaves a known prompt somewhere and goes its own way.
+def churn(
+    tree: PrefixTree, page: int, prompts: list[np.ndarray], splits: float, capacity: int, rounds: int
+) -> int:
+    """Requests at constant capacity, each a known prompt, or a part of one, and tokens of its own.
 
     As many as evict `rounds` times the capacity; 64 run at a time. Returns the tokens evicted.
     """
@@ -72,7 +78,7 @@ def churn(tree: PrefixTree, page: int, prompts: list[np.ndarray], capacity: int,
     while evicted < rounds * capacity or steps < 3:
         steps += 1
         known = prompts[rng.integers(len(prompts))]
-        begin = known[: rng.integers(1, len(known) + 1)]
+        begin = known[: rng.integers(1, len(known) + 1)] if rng.random() < splits else known
         own = rng.integers(1, workload.VOCAB, rng.integers(150, 551), dtype=np.int32)
         tokens = np.concatenate((begin, own))
         lease = tree.lock(tree.match(tokens))
@@ -93,4 +99,4 @@ def churn(tree: PrefixTree, page: int, prompts: list[np.ndarray], capacity: int,
 
 
 if __name__ == "__main__":
-    print(json.dumps(measured(int(sys.argv[1]), float(sys.argv[2]))))
+    print(json.dumps(measured(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]))))

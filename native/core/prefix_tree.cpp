@@ -126,9 +126,9 @@ int32_t PrefixTree::find_root(std::string_view space) const {
   return it == roots_.end() ? -1 : it->second;
 }
 
-int32_t PrefixTree::child_of(int32_t parent, const int32_t* page) const {
+int32_t PrefixTree::child_of(int32_t parent, const int32_t* page, uint32_t key) const {
   const size_t bytes = static_cast<size_t>(math_.size()) * sizeof(int32_t);
-  return children_.find(hash(parent, page), [&](int32_t node) {
+  return children_.find(key, [&](int32_t node) {
     return nodes_[node].parent == parent && std::memcmp(runs_.first_page(nodes_[node].run), page, bytes) == 0;
   });
 }

@@ -238,7 +238,7 @@ class PrefixTree {
 
   uint32_t hash(int32_t parent, const int32_t* page) const;
   int32_t find_root(std::string_view space) const;
-  int32_t child_of(int32_t parent, const int32_t* page) const;
+  int32_t child_of(int32_t parent, const int32_t* page, uint32_t key) const;
   // Follows entries [depth - base, ...) down from a place at the end of a node; each(node, depth) for every node
   // entered.
   template <bool with_ids, typename Each>
@@ -263,7 +263,6 @@ class PrefixTree {
   int32_t end_at(Place place) {
     return place.depth < nodes_[place.node].end() ? split(place.node, place.depth) : place.node;
   }
-  int32_t add_leaf(int32_t parent, int64_t begin);
   void hold(int32_t node);
   void let_go(int32_t node);
   void let_go_coldest(int32_t node);
@@ -335,16 +334,23 @@ class PrefixTree {
 
 template <bool with_ids, typename Each>
 PrefixTree::Place PrefixTree::walk(Place at, const int32_t* entries, int64_t base, int64_t end, Each each) const {
-  while (end - at.depth >= math_.size()) {
+  if (end - at.depth < math_.size()) return at;
+  uint32_t key = hash(at.node, entries + (at.depth - base));
+  for (;;) {
     const int32_t* rest = entries + (at.depth - base);
-    const int32_t child = child_of(at.node, rest);
+    const int32_t child = child_of(at.node, rest, key);
     if (child < 0) break;
-    const Run& run = nodes_[child].run;
+    const Run run = nodes_[child].run;
+    const int64_t left = end - at.depth - run.length;  // behind this run
+    if (left >= math_.size()) {  // where to look next is on its way while this run is compared
+      key = hash(child, rest + run.length);
+      children_.prefetch(key);
+    }
     const int64_t n = std::min<int64_t>(run.length, math_.first_slot(math_.page(end - at.depth)));
     const int64_t same = math_.first_slot(math_.page(runs_.common<with_ids>(run, rest, n)));
     at = {child, at.depth + same};
     each(child, at.depth);
-    if (same < run.length) break;
+    if (same < run.length || left < math_.size()) break;
   }
   return at;
 }
