@@ -1,10 +1,10 @@
-"""The longest of a million operations in a presized tree: ``python -m bench.tree.worst PAGE OPERATIONS FILE``.
+"""The longest of a million operations in a presized tree: ``python -m bench.tree.worst PAGE COUNT FILE``.
 
 Requests of up to 8k tokens come, find, lock, evict, insert, commit page by page, and end, in a tree that is
 full. Both clocks are read: wall time is what an engine feels, CPU time leaves out most of what neighbours
-do. The same million runs several times, each in a fresh process: what is long in every run is the tree's, what is
-long in one is the machine's. The machine itself is measured in between, one memcmp + memcpy of 8k tokens
-an operation: what that has over 100 µs, nobody can prevent.
+do. The same million runs three times, each in a fresh process: what is long in every run is the tree's,
+what is long in one is the machine's. The machine itself is measured in between, one memcmp + memcpy of 8k
+tokens an operation: what that has over 100 µs, nobody can prevent.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def summary(page: int, times: np.ndarray) -> list[dict[str, Any]]:
 
 
 def measured(page: int, operations: int) -> np.ndarray:
-    """[operations, 5] int64: kind, CPU and wall time in ns, and the machine's; the same operations every time."""
+    """[operations, 5] int64: kind, CPU and wall ns, and the machine's; the same operations every time."""
     rng = np.random.default_rng(4)
     lengths = np.exp(rng.uniform(np.log(64), np.log(MAX_TOKENS), NUM_KNOWN)).astype(int)
     known = [rng.integers(0, 2**31 - 1, length, dtype=np.int32) for length in lengths]

@@ -71,7 +71,7 @@ class Fuzz {
       : random_(seed), page_(page_size), tree_(page_size, {0}, false, seed % 2 == 0 ? 4096 : 0, hash_mask) {}
 
   void step() {
-    switch (below(12)) {
+    switch (below(13)) {
       case 0:
       case 1:
       case 2:
@@ -96,6 +96,9 @@ class Fuzz {
         break;
       case 10:
         misuse();
+        break;
+      case 11:
+        relock();
         break;
       default:
         rare();
@@ -158,9 +161,9 @@ class Fuzz {
     }
   }
 
-  void insert() {
-    const std::string name = space();
-    const Tokens all = tokens(12), page_ids = ids(pages(all));
+  void insert() { insert(space(), tokens(12)); }
+  void insert(const std::string& name, const Tokens& all) {
+    const Tokens page_ids = ids(pages(all));
     const int64_t there = found(name, all);
     const Inserted result = tree_.insert({name, view(all), nullptr}, {view(page_ids)}, nullptr, {});
     ++now_;
@@ -170,9 +173,8 @@ class Fuzz {
     use(name, all, pages(all));
   }
 
-  void match() {
-    const std::string name = space();
-    const Tokens all = tokens(14);
+  void match() { match(space(), tokens(14)); }
+  void match(const std::string& name, const Tokens& all) {
     Match match;
     tree_.match({name, view(all), nullptr}, match);
     const int64_t there = found(name, all);
@@ -190,10 +192,25 @@ class Fuzz {
   }
 
   void lock() {
-    if (matches_.empty()) return;
-    const size_t which = static_cast<size_t>(below(static_cast<int64_t>(matches_.size())));
+    if (!matches_.empty()) lock(static_cast<size_t>(below(static_cast<int64_t>(matches_.size()))));
+  }
+
+  // What was matched is evicted and stored again, in the same runs or others, before it is locked.
+  void relock() {
+    const std::string name = space();
+    const Tokens all = tokens(6);
+    insert(name, all);
+    match(name, all);
+    while (!leases_.empty() && below(8) != 0) release();
+    evict();
+    insert(name, all);
+    lock(matches_.size() - 1);
+  }
+
+  void lock(size_t which) {
     const OldMatch old = matches_[which];
-    if (below(2) == 0) matches_.erase(matches_.begin() + static_cast<std::ptrdiff_t>(which));
+    matches_.erase(matches_.begin() + static_cast<std::ptrdiff_t>(which));
+    if (below(2) == 0 && matches_.size() < 8) matches_.push_back(old);
     int64_t there = 0;
     while (there < pages(old.tokens)) {
       const auto it = model_.find({old.space, prefix(old.tokens, there + 1)});
@@ -264,7 +281,7 @@ class Fuzz {
   void evict() {
     const int64_t evictable = tree_.tokens().total - tree_.tokens().locked;
     require(throws([&] { tree_.plan_evict(evictable + 1, 0); }), "evict: more than there is");
-    const int64_t n = std::min(below(6 * page_), evictable);
+    const int64_t n = std::min(below((below(2) == 0 ? 2 : 8) * page_), evictable);
     const auto sizes = tree_.plan_evict(n, 0);
     Tokens freed(static_cast<size_t>(sizes.columns[0]));
     tree_.carry_out({freed.data()}, nullptr);

@@ -14,55 +14,91 @@ COMPILER = os.environ.get("CXX", "g++")
 pytestmark = pytest.mark.xdist_group("fuzz")  # built once
 
 
-def build(native: Path, program: Path, optimise: str = "-O1") -> None:
-    sources = [native / "fuzz" / "fuzz.cpp", *sorted((native / "core").glob("*.cpp"))]
-    flags = ["-std=c++17", optimise, "-g", "-Wall", "-Wextra", "-Werror", "-fno-sanitize-recover=all"]
-    command = [
-        COMPILER,
-        *flags,
-        "-fsanitize=address,undefined",
-        f"-I{native}",
-        *map(str, sources),
-        "-o",
-        str(program),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+# A program of native/fuzz and the files of native/core it runs.
+PROGRAMS = {
+    "fuzz": ["free_list", "page_table"],
+    "fuzz_tree": ["extra_keys", "prefix_tree", "prefix_tree_removal", "prefix_tree_view", "runs", "scan"],
+}
+FLAGS = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-fno-sanitize-recover=all"]
+SANITIZE = "-fsanitize=address,undefined"
+
+
+def run(*command: object) -> None:
+    done = subprocess.run([COMPILER, *map(str, command)], capture_output=True, text=True)
     if "cannot find -lasan" in done.stderr or "cannot find libasan" in done.stderr:
         pytest.skip(f"{COMPILER} comes without the sanitizers")
     assert done.returncode == 0, done.stderr
 
 
+def build(native: Path, program: str, place: Path, ready: dict[str, Path], optimise: str = "-O1") -> Path:
+    """The program, from what is compiled already and what is not."""
+    objects = []
+    for source in [
+        native / "fuzz" / f"{program}.cpp",
+        *(native / "core" / f"{name}.cpp" for name in PROGRAMS[program]),
+    ]:
+        if source.stem not in ready:
+            ready[source.stem] = place / f"{source.stem}.o"
+            run(*FLAGS, optimise, SANITIZE, f"-I{native}", "-c", source, "-o", ready[source.stem])
+        objects.append(ready[source.stem])
+    run(SANITIZE, *objects, "-o", place / program)
+    return place / program
+
+
 @pytest.fixture(scope="module")
-def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]]:
+    """What is compiled of each program, once for all tests."""
     if shutil.which(COMPILER) is None:
         pytest.skip(f"no {COMPILER} here")
-    program = tmp_path_factory.mktemp("fuzz") / "fuzz"
-    build(NATIVE, program)
-    return program
+    ready: dict[str, dict[str, Path]] = {program: {} for program in PROGRAMS}
+    for program, objects in ready.items():
+        build(NATIVE, program, tmp_path_factory.mktemp(program), objects)
+    return ready
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_the_core_agrees_with_a_plain_model_and_the_sanitizers_find_nothing(fuzz: Path, seed: int):
+def test_the_core_agrees_with_a_plain_model_and_the_sanitizers_find_nothing(
+    compiled: dict[str, dict[str, Path]], tmp_path: Path, program: str, seed: int
+):
+    fuzz = build(NATIVE, program, tmp_path, dict(compiled[program]))
     done = subprocess.run([fuzz, str(seed), "20000"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("ok: ")
 
 
-# Each is a mistake of the kind the fuzz is there for: file, what stands there, what would be wrong.
+# Each is a mistake of the kind the fuzz is there for: program, file, what stands there, what would be wrong.
 MISTAKES = [
-    ("core/id_set.hpp", "if (word == 0) clear_above(i >> 6);", "if (word == 1) clear_above(i >> 6);"),
-    ("core/free_list.cpp", "while (done-- > 0) unput(ids[done] - first_id_, at_once);", ""),
-    ("core/page_table.cpp", "slots_out += end - begin;", "slots_out += end - begin + 1;"),
+    ("fuzz", "core/id_set.hpp", "if (word == 0) clear_above(i >> 6);", "if (word == 1) clear_above(i >> 6);"),
+    ("fuzz", "core/free_list.cpp", "while (done-- > 0) unput(ids[done] - first_id_, at_once);", ""),
+    ("fuzz", "core/page_table.cpp", "slots_out += end - begin;", "slots_out += end - begin + 1;"),
+    ("fuzz_tree", "core/child_table.hpp", ">= ((i - hole) & mask_)", "> ((i - hole) & mask_)"),
+    ("fuzz_tree", "core/runs.cpp", "if (run.tail == chunk) rest.tail = copy;", ""),
+    ("fuzz_tree", "core/prefix_tree.cpp", "up.is_trimmed = true;", ""),
+    ("fuzz_tree", "core/prefix_tree.cpp", "up.locks = low.locks > 0 ? 1 : 0;", "up.locks = low.locks;"),
+    ("fuzz_tree", "core/prefix_tree.cpp", "order_.add_coldest(*it);", "order_.add(*it);"),
+    ("fuzz_tree", "core/prefix_tree_removal.cpp", "at.is_trimmed = true;", ""),
 ]
 
 
-@pytest.mark.parametrize(("file", "right", "wrong"), MISTAKES, ids=[m[0] for m in MISTAKES])
-def test_the_fuzz_finds_a_mistake(fuzz: Path, tmp_path: Path, file: str, right: str, wrong: str):
+@pytest.mark.parametrize(
+    ("program", "file", "right", "wrong"), MISTAKES, ids=[f"{m[1]} {m[2]}" for m in MISTAKES]
+)
+def test_the_fuzz_finds_a_mistake(
+    compiled: dict[str, dict[str, Path]], tmp_path: Path, program: str, file: str, right: str, wrong: str
+):
     native = tmp_path / "native"
     shutil.copytree(NATIVE, native)
     source = (native / file).read_text()
     assert source.count(right) == 1
     (native / file).write_text(source.replace(right, wrong))
-    build(native, tmp_path / "broken", optimise="-O0")
-    done = subprocess.run([tmp_path / "broken", "1", "2000"], capture_output=True, text=True, timeout=300)
+    # A header may be part of everything; a source is part of itself.
+    changed = Path(file)
+    ready = {
+        name: each
+        for name, each in compiled[program].items()
+        if changed.suffix == ".cpp" and name != changed.stem
+    }
+    broken = build(native, program, tmp_path, ready, "-O0")
+    done = subprocess.run([broken, "1", "20000"], capture_output=True, text=True, timeout=300)
     assert done.returncode != 0

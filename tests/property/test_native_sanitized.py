@@ -17,8 +17,12 @@ TESTS = [
     "tests/unit/test_arrays.py",
     "tests/unit/test_free_list.py",
     "tests/unit/test_page_table.py",
+    "tests/unit/test_tree.py",
+    "tests/unit/test_tree_listeners.py",
+    "tests/unit/test_tree_rules.py",
     "tests/property/test_free_list_machine.py",
     "tests/property/test_threads.py",
+    "tests/property/test_tree_machine.py",
 ]
 # An editable install finds the package by a hook, which would win over the path.
 RUN = """

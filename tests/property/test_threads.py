@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pagoda import CapacityError, FreeList, PageTable, PagodaError, Staging
+from pagoda import CapacityError, FreeList, PageTable, PagodaError, PrefixTree, Staging
 
 THREADS = 8
 
@@ -117,3 +117,47 @@ def test_arrays_sent_from_several_threads_arrive_whole(device: str):
 
     hammer(work)
     staging.check()
+
+
+def test_a_tree_keeps_its_word_under_threads():
+    """Requests come, run page by page, and end, in threads; pages come from a free-list and go back to it."""
+    num_pages, page_size = 3000, 2
+    pages, tree = FreeList(num_pages), PrefixTree(page_size)
+    told: list[object] = []
+    tree.listen(told.append)  # listeners run Python in the middle of calls
+
+    def work(number: int) -> None:
+        choose = random.Random(number)
+        for _ in range(400):
+            tokens = [choose.randrange(3) for _ in range(2 * choose.randrange(1, 20))]
+            namespace = b"ab"[: choose.randrange(3)]
+            with contextlib.suppress(CapacityError), tree.lock(tree.match(tokens, namespace)) as lease:
+                had = lease.length
+                while had < len(tokens):
+                    step = tokens[had : had + 2 * choose.randrange(1, 5)]
+                    try:
+                        ids = pages.alloc(len(step) // 2)
+                    except CapacityError:
+                        pages.free(tree.evict(min(64, tree.evictable_tokens)).page_ids)
+                        continue
+                    inserted = tree.insert(step, ids, lease)
+                    assert lease.length == had + len(step)
+                    # What somebody cached in the meantime is ours twice: given back once.
+                    duplicates = max(0, inserted.present - had) // 2
+                    pages.free(ids[:duplicates])
+                    had = lease.length
+                assert len(tree.page_ids(lease)) == len(tokens) // 2
+                if choose.random() < 0.2:
+                    tree.demote(lease)
+            if choose.random() < 0.02:
+                pages.free(tree.drop(namespace).page_ids)
+            if choose.random() < 0.05:
+                tree.check()
+
+    hammer(work)
+    assert tree.num_leases == 0
+    tree.check()
+    assert tree.num_tokens == pages.num_held * page_size
+    pages.free(tree.evict(tree.num_tokens).page_ids)
+    assert pages.num_held == 0
+    assert told

@@ -11,14 +11,11 @@ from property.tree_model import HOLE, Event, TreeModel
 MOST_PAGES, MOST_PAST = 7, 8
 
 namespaces = st.sampled_from([b"", b"", b"", b"a", b"\x00\xff"])
-symbols = st.lists(st.integers(0, 2), max_size=3)
+symbols = st.lists(st.integers(0, 2), min_size=1, max_size=3)
 rests = st.sampled_from([0, 0, 1, 63])  # tokens that fill no page
 no_keys: st.SearchStrategy[list[tuple[int, int, bytes]]] = st.just([])
-keys = (
-    no_keys
-    | no_keys
-    | st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4), st.sampled_from([b"k", b"l"])), max_size=2)
-)
+one_key = st.tuples(st.integers(0, 6), st.integers(1, 4), st.sampled_from([b"k", b"l"]))
+keys = no_keys | no_keys | st.lists(one_key, max_size=2)
 
 
 def flat(event: Any) -> Event:
@@ -68,7 +65,8 @@ class TreeMachine(RuleBasedStateMachine):
     def sequence(self, data: st.DataObject) -> tuple[list[int], list[tuple[int, int, bytes]]]:
         """Tokens and extra keys; most begin like an earlier sequence."""
         past, extra = data.draw(st.sampled_from(self.past))
-        given = (past[: data.draw(st.integers(0, len(past)))] + data.draw(symbols))[:MOST_PAGES]
+        keep = len(past) - data.draw(st.integers(0, min(3, len(past))))
+        given = (past[:keep] + data.draw(symbols))[: data.draw(st.integers(4, MOST_PAGES))]
         if data.draw(st.integers(0, 4)) == 0:
             extra = data.draw(keys)
         self.past = [*self.past[-MOST_PAST:], (given, extra)]

@@ -34,6 +34,6 @@ def test_invariants_are_numbered_and_those_that_code_names_exist():
         int(number)
         for folder, suffix in (("src", "*.py"), ("native", "*.cpp"))
         for path in (ROOT / folder).rglob(suffix)
-        for number in re.findall(r"(?:InvariantError\(|BrokenInvariant\{)(\d+)", path.read_text())
+        for number in re.findall(r"(?:InvariantError\(|BrokenInvariant\{|broken\()\s*(\d+)", path.read_text())
     }
     assert named == set(numbers)

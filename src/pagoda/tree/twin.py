@@ -22,6 +22,7 @@ from pagoda.tree.twin_arguments import (
     as_array,
     as_bytes,
     as_int,
+    as_items,
     elements_of,
     read_checkpoints,
     read_columns,
@@ -55,9 +56,10 @@ class PrefixTwin:
             as_int(capacity, "capacity", 0, 2**31 - 1)
             if not isinstance(states, bool):
                 raise ArgumentError("states: give True or False")
-            if not isinstance(windows, (list, tuple)) or not windows:
-                raise ArgumentError("windows: give one entry a column, None or a number of tokens")
-            columns = tuple(None if it is None else as_int(it, "windows", 1, 2**31 - 1) for it in windows)
+            given = as_items(windows, "windows", "None or a number of tokens, one a column")
+            if not given:
+                raise ArgumentError("windows: give one entry a column")
+            columns = tuple(None if it is None else as_int(it, "windows", 1, 2**31 - 1) for it in given)
         except ArgumentError as error:
             raise ConfigError(str(error)) from None
         self._forest = Forest(size, columns, states)
@@ -134,16 +136,16 @@ class PrefixTwin:
 
     def match_many(self, prompts: Any, namespaces: Any = None, extra_keys: Any = None) -> list[Match]:
         """As `match`, for a whole queue. ArgumentError: not one namespace or list of extra keys a prompt."""
-        if not isinstance(prompts, (list, tuple)):
-            raise ArgumentError("prompts: give a list of arrays of tokens")
+        all_tokens = as_items(prompts, "prompts", "arrays of tokens")
         if namespaces is None or isinstance(namespaces, (bytes, str)):
-            namespaces = [b"" if namespaces is None else namespaces] * len(prompts)
+            namespaces = [b"" if namespaces is None else namespaces] * len(all_tokens)
         if extra_keys is None:
-            extra_keys = [()] * len(prompts)
-        for name, given in (("namespaces", namespaces), ("extra_keys", extra_keys)):
-            if not isinstance(given, (list, tuple)) or len(given) != len(prompts):
-                raise ArgumentError(f"{name}: give a list of one a prompt")
-        return [self.match(*call) for call in zip(prompts, namespaces, extra_keys, strict=True)]
+            extra_keys = [()] * len(all_tokens)
+        names = as_items(namespaces, "namespaces", "one a prompt")
+        ranges = as_items(extra_keys, "extra_keys", "one list a prompt")
+        if not len(names) == len(ranges) == len(all_tokens):
+            raise ArgumentError("give one namespace and one list of extra keys a prompt")
+        return [self.match(*call) for call in zip(all_tokens, names, ranges, strict=True)]
 
     def match_lengths(self, prompts: Any, namespaces: Any = None, extra_keys: Any = None) -> Ints:
         """As `match_many`, the lengths alone."""

@@ -19,6 +19,7 @@ __all__ = [
     "as_bytes",
     "as_int",
     "as_ints",
+    "as_items",
     "elements_of",
     "read_checkpoints",
     "read_columns",
@@ -61,10 +62,20 @@ def as_bytes(value: Any, name: str) -> bytes:
     raise ArgumentError(f"{name}: give bytes or str, not {type(value).__name__}")
 
 
+def as_items(value: Any, name: str, what: str) -> list[Any]:
+    """What can be gone through, text apart."""
+    if not isinstance(value, (str, bytes, dict)):
+        try:
+            return list(value)
+        except TypeError:
+            pass
+    raise ArgumentError(f"{name}: give a list or tuple of {what}")
+
+
 def as_ints(values: Any, name: str) -> list[int]:
     """A one-dimensional array of int32 or int64 on the host, or a sequence of integers."""
-    if isinstance(values, (str, bytes, dict)):
-        raise ArgumentError(f"{name}: give an array of ids, not {type(values).__name__}")
+    if isinstance(values, (bytearray, memoryview)):
+        values = np.asarray(values)
     if not isinstance(values, np.ndarray) and hasattr(values, "__dlpack__"):
         try:
             values = np.from_dlpack(values)
@@ -80,11 +91,7 @@ def as_ints(values: Any, name: str) -> list[int]:
         if not values.flags.c_contiguous:
             raise ArgumentError(f"{name}: not contiguous")
         values = values.tolist()
-    try:
-        items = list(values)
-    except TypeError:
-        raise ArgumentError(f"{name}: give an array of ids, not {type(values).__name__}") from None
-    return [as_int(item, name, LOW, HIGH) for item in items]
+    return [as_int(item, name, LOW, HIGH) for item in as_items(values, name, "ids, or an array")]
 
 
 def read_tokens(values: Any) -> list[int]:
@@ -104,15 +111,14 @@ def token_of(element: Element) -> int:
 def elements_of(tokens: list[int], extra_keys: Any, base: int, page_size: int) -> list[tuple[Element, ...]]:
     """Tokens of positions base, base + 1, … as whole pages of what makes two of them equal."""
     elements: list[Element] = list(tokens)
-    if not isinstance(extra_keys, (list, tuple)):
-        raise ArgumentError("extra_keys: give a list of (begin, end, key)")
     after = 0
-    for item in extra_keys:
-        if not isinstance(item, (list, tuple)) or len(item) != 3:
+    for item in as_items(extra_keys, "extra_keys", "(begin, end, key)"):
+        parts = as_items(item, "extra_keys", "(begin, end, key)")
+        if len(parts) != 3:
             raise ArgumentError("extra_keys: give a list of (begin, end, key)")
-        begin = as_int(item[0], "extra_keys", 0, 2**63 - 1)
-        end = as_int(item[1], "extra_keys", 0, 2**63 - 1)
-        key = as_bytes(item[2], "extra_keys")
+        begin = as_int(parts[0], "extra_keys", 0, 2**63 - 1)
+        end = as_int(parts[1], "extra_keys", 0, 2**63 - 1)
+        key = as_bytes(parts[2], "extra_keys")
         if begin < after or end <= begin:
             raise ArgumentError("extra_keys: give ranges in order that do not overlap")
         after = end
@@ -126,12 +132,11 @@ def read_columns(
 ) -> list[list[int]]:
     """[columns][pages] page ids; the last may be that of a page which is not full."""
     whole, all_pages = num_tokens // page_size, -(-num_tokens // page_size)
-    if len(windows) == 1:
-        page_ids = [page_ids]
-    if not isinstance(page_ids, (list, tuple)) or len(page_ids) != len(windows):
+    one_each = [page_ids] if len(windows) == 1 else as_items(page_ids, "page_ids", "arrays, one a column")
+    if len(one_each) != len(windows):
         raise ArgumentError(f"page_ids: give a list of {len(windows)} arrays, one a column")
     columns = []
-    for array, window in zip(page_ids, windows, strict=True):
+    for array, window in zip(one_each, windows, strict=True):
         ids = as_ints(array, "page_ids")
         if len(ids) not in (whole, all_pages):
             raise ArgumentError(f"page_ids: {len(ids)} ids, but {num_tokens} tokens fill {whole} pages")
@@ -147,16 +152,16 @@ def read_checkpoints(
     checkpoints: Any, has_states: bool, base: int, end: int, page_size: int
 ) -> list[tuple[int, int]]:
     """(length, state id) pairs, ascending, at whole pages behind base and up to end."""
-    if not isinstance(checkpoints, (list, tuple)):
-        raise ArgumentError("checkpoints: give a list of (length, state id)")
-    if checkpoints and not has_states:
+    items = as_items(checkpoints, "checkpoints", "(length, state id)")
+    if items and not has_states:
         raise ArgumentError("checkpoints: this tree has no states")
     pairs: list[tuple[int, int]] = []
-    for position, item in enumerate(checkpoints):
-        if not isinstance(item, (list, tuple)) or len(item) != 2:
+    for position, item in enumerate(items):
+        parts = as_items(item, "checkpoints", "(length, state id)")
+        if len(parts) != 2:
             raise ArgumentError("checkpoints: give a list of (length, state id)")
-        length = as_int(item[0], "checkpoints", -(2**63), 2**63 - 1)
-        state = as_int(item[1], "checkpoints", LOW, HIGH)
+        length = as_int(parts[0], "checkpoints", -(2**63), 2**63 - 1)
+        state = as_int(parts[1], "checkpoints", LOW, HIGH)
         if length % page_size or not base < length <= end:
             raise ArgumentError(f"checkpoints: {length} is not a whole page of {base} … {end}")
         if pairs and length <= pairs[-1][0]:
