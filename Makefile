@@ -64,7 +64,7 @@ $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE)
 # Pagoda is installed beside the peers, so that both run in one interpreter with one torch.
 $(PEERS)/.installed: bench/radix/requirements.txt pyproject.toml constraints.txt CMakeLists.txt $(NATIVE) $(shell find src -name '*.py')
 	test -x $(PEERS)/venv/bin/python || $(PEER_PYTHON) -m venv $(PEERS)/venv
-	$(PEERS)/venv/bin/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja numpy numpy torch \
+	$(PEERS)/venv/bin/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja numpy torch \
 		-r bench/radix/requirements.txt
 	$(PEERS)/venv/bin/python -m pip install -q --no-build-isolation --no-deps -C build-dir=$(PEERS)/native .
 	test -d $(PEERS)/$(SGLANG) || { \

@@ -26,7 +26,7 @@ class LeastRecentlyUsed {
   void add(int32_t node) { link(node, hottest_, -1); }
   // The coldest. The node is not listed.
   void add_coldest(int32_t node) { link(node, -1, coldest_); }
-  // The upper half of a listed node.
+  // Right behind a listed node that is below it.
   void add_upper(int32_t upper, int32_t lower) { link(upper, lower, links_[lower].hotter); }
   // Protected, or gone.
   void remove(int32_t node) {

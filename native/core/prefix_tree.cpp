@@ -324,7 +324,9 @@ void PrefixTree::release(LeaseId id) {
   leases_[static_cast<size_t>(id.slot)].number = 0;
   free_leases_.push_back(id.slot);
   --num_leases_;
-  if (lease.is_demoted || nodes_[nodes_[lease.node].root].is_dropped) {
+  if (nodes_[nodes_[lease.node].root].is_dropped) {
+    let_go_dropped(lease.node);
+  } else if (lease.is_demoted) {
     let_go_coldest(lease.node);
   } else {
     let_go(lease.node);
@@ -384,6 +386,26 @@ void PrefixTree::let_go_coldest(int32_t node) {
     nodes_[*it].used = cold_;
   }
   let_go(node);
+}
+
+void PrefixTree::let_go_dropped(int32_t node) {
+  --cold_;
+  while (--nodes_[node].locks == 0) {
+    if (nodes_[node].is_root()) return free_root_if_empty(node);
+    // Nobody can find it any more: as cold as its children let it be.
+    int32_t child = nodes_[node].first_child;
+    for (int32_t other = child; other >= 0; other = nodes_[other].next_sibling) {
+      if (nodes_[other].used > nodes_[child].used) child = other;
+    }
+    if (child < 0) {
+      order_.add_coldest(node);
+    } else {
+      order_.add_upper(node, child);
+    }
+    nodes_[node].used = child < 0 ? cold_ : nodes_[child].used;
+    count_locked(node, -1);
+    node = nodes_[node].parent;
+  }
 }
 
 void PrefixTree::touch(int32_t node) {

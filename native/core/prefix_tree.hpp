@@ -266,6 +266,7 @@ class PrefixTree {
   void hold(int32_t node);
   void let_go(int32_t node);
   void let_go_coldest(int32_t node);
+  void let_go_dropped(int32_t node);
   void touch(int32_t node);
   // Counts what a node holds in or out of the locked.
   void count_locked(int32_t node, int64_t sign);

@@ -161,8 +161,10 @@ class TreeModel:
         self.clock += 1
         lease = self.leases[number]
         tail: list[Prefix] = []
-        if lease.is_demoted or lease.space not in self.living.values():
+        is_dropped = lease.space not in self.living.values()
+        if lease.is_demoted or is_dropped:
             self.cold -= 1
+        if lease.is_demoted and not is_dropped:
             for n in range(len(lease.pages), 0, -1):
                 prefix = (lease.space, lease.pages[:n])
                 if self.holders(prefix) > 1 or set(self.continuations(prefix)) - set(tail):
@@ -172,6 +174,12 @@ class TreeModel:
         self.touch(lease.space, lease.pages, self.clock)
         for prefix in tail:
             self.pages[prefix].time = self.cold
+        for n in range(len(lease.pages) if is_dropped else 0, 0, -1):
+            prefix = (lease.space, lease.pages[:n])
+            if self.holders(prefix):
+                break
+            below = [self.pages[it].time for it in self.continuations(prefix)]
+            self.pages[prefix].time = max(below, default=self.cold)
 
     def insert(
         self,

@@ -106,7 +106,11 @@ def test_a_queue_with_namespaces_and_keys():
     assert tree.match_lengths(prompts, ["a", "b", b"b"]).tolist() == [2, 1, 1]
     keys = [(), [(1, 2, b"cat")], [(1, 2, "dog")]]
     assert tree.match_lengths(prompts, ["a", "b", "b"], keys).tolist() == [2, 2, 1]
-    assert [m.page_ids.tolist() for m in tree.match_many(prompts, ["a", "b", "b"], keys)] == [[1, 2], [3, 4], [3]]
+    assert [m.page_ids.tolist() for m in tree.match_many(prompts, ["a", "b", "b"], keys)] == [
+        [1, 2],
+        [3, 4],
+        [3],
+    ]
     assert tree.match_many([]) == []
 
 
@@ -319,7 +323,9 @@ def test_an_image_is_part_of_the_key():
     assert tree.match(tokens, extra_keys=[(2, 4, b"cat"), (4, 6, b"cat")]).length == 4  # the image again
     assert tree.insert(tokens, [5, 6, 7, 8], extra_keys=dog).present == 2
     lease = tree.lock(tree.match(tokens[:4], extra_keys=cat))
-    inserted = tree.insert([9, 9, 3, 4], [10, 11], lease, extra_keys=cat)  # positions count from the beginning
+    inserted = tree.insert(
+        [9, 9, 3, 4], [10, 11], lease, extra_keys=cat
+    )  # positions count from the beginning
     assert inserted.present == 8
     tree.check()
     tree.release(lease)
@@ -388,7 +394,11 @@ def test_reset_forgets_everything():
     tree.reset()
     assert (tree.num_tokens, tree.num_nodes, tree.num_leases, tree.namespaces()) == (0, 0, 0, [])
     assert not lease.is_held
-    for call in (lambda: tree.release(lease), lambda: tree.insert([2], [3], lease), lambda: tree.demote(lease)):
+    for call in (
+        lambda: tree.release(lease),
+        lambda: tree.insert([2], [3], lease),
+        lambda: tree.demote(lease),
+    ):
         with pytest.raises(StaleError, match="reset"):
             call()
     assert tree.lock(match).length == 0
@@ -565,7 +575,7 @@ def test_evicting_more_than_there_is():
     assert snapshot(tree) == before
 
 
-@pytest.mark.parametrize("thing", [None, 1, "lease", object()], ids=repr)
+@pytest.mark.parametrize("thing", [None, 1, "lease", {}], ids=repr)
 def test_what_is_no_match_and_no_lease(thing):
     tree = filled_tree()
     for call in (

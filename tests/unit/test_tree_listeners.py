@@ -53,7 +53,11 @@ def test_growth_in_place_tells_the_page_before():
     lease = tree.lock(tree.match([]))
     for token in (5, 6, 7):
         tree.insert([token], [token + 100], lease)
-    assert [(event[2], event[3], event[4]) for event in told] == [(0, None, [5]), (1, 105, [6]), (2, 106, [7])]
+    assert [(event[2], event[3], event[4]) for event in told] == [
+        (0, None, [5]),
+        (1, 105, [6]),
+        (2, 106, [7]),
+    ]
 
 
 def test_holes_checkpoints_and_replaced_ids_are_told():

@@ -16,7 +16,7 @@ from pagoda.errors import (
     NotHeldError,
     StaleError,
 )
-from pagoda.tree.twin_arguments import (
+from pagoda.tree.twin.arguments import (
     HOLE,
     Ints,
     as_array,
@@ -28,11 +28,11 @@ from pagoda.tree.twin_arguments import (
     read_columns,
     read_tokens,
 )
-from pagoda.tree.twin_events import Bulletin, Listener
-from pagoda.tree.twin_freeing import drop, evict
-from pagoda.tree.twin_nodes import Forest, Node, Page
-from pagoda.tree.twin_values import Freed, Inserted, Lease, Match
-from pagoda.tree.twin_views import check, count, view
+from pagoda.tree.twin.events import Bulletin, Listener
+from pagoda.tree.twin.freeing import drop, evict
+from pagoda.tree.twin.nodes import Forest, Node, Page
+from pagoda.tree.twin.values import Freed, Inserted, Lease, Match
+from pagoda.tree.twin.views import check, count, view
 from pagoda.tree.values import Counts, NodeView, Removed, Stored
 
 __all__ = ["Freed", "Inserted", "Lease", "Match", "PrefixTwin"]
@@ -201,12 +201,15 @@ class PrefixTwin:
             message = f"lease {lease.number} was released before"
             raise DoubleFreeError(message, lease.number, 0) from None
         forest, path = self._forest, lease._node.path()
-        now, tail = forest.tick(), list[Node]()
-        if lease._demoted or path[-1].is_dropped:
+        now, tail, is_dropped = forest.tick(), list[Node](), path[-1].is_dropped
+        if lease._demoted or is_dropped:
             forest.cold -= 1
+        if lease._demoted and not is_dropped:
             tail = forest.own_tail(lease._node)
         forest.unprotect(path, now)
         forest.chill(tail)
+        if is_dropped:
+            forest.bury(path)
         forest.tidy(path[-1])
         lease._held = False
         del self._leases[lease.number]

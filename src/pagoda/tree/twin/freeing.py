@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pagoda.tree.twin_arguments import HOLE, as_array
-from pagoda.tree.twin_events import Bulletin
-from pagoda.tree.twin_nodes import Forest, Node, Page
-from pagoda.tree.twin_values import Freed
+from pagoda.tree.twin.arguments import HOLE, as_array
+from pagoda.tree.twin.events import Bulletin
+from pagoda.tree.twin.nodes import Forest, Node, Page
+from pagoda.tree.twin.values import Freed
 from pagoda.tree.values import Removed
 
 __all__ = ["Harvest", "drop", "evict"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from pagoda.errors import InvariantError
-from pagoda.tree.twin_arguments import HOLE, as_array, token_of
-from pagoda.tree.twin_nodes import Forest, Node
-from pagoda.tree.twin_values import Lease
+from pagoda.tree.twin.arguments import HOLE, as_array, token_of
+from pagoda.tree.twin.nodes import Forest, Node
+from pagoda.tree.twin.values import Lease
 from pagoda.tree.values import Counts, NodeView, Tally
 
 __all__ = ["check", "count", "view"]
@@ -77,39 +77,39 @@ def _view(forest: Forest, node: Node, root: Node, level: int, max_tokens: int, v
 def check(forest: Forest, leases: Collection[Lease]) -> None:
     """Recomputes what is kept twice; InvariantError names the first difference."""
 
-    def must(is_so: bool, message: str) -> None:
+    def must(number: int, is_so: bool, message: str) -> None:
         if not is_so:
-            raise InvariantError(0, message)
+            raise InvariantError(number, message)
 
     nodes = forest.all_nodes()
     held = dict.fromkeys(nodes, 0)
     for lease in leases:
-        must(forest.end(lease._node) == lease.length, f"lease {lease.number} does not end with a run")
+        must(12, forest.end(lease._node) == lease.length, f"lease {lease.number} does not end with a run")
         for node in lease._node.path():
-            must(node in held, f"lease {lease.number} holds a node that is gone")
+            must(12, node in held, f"lease {lease.number} holds a node that is gone")
             held[node] += 1
     place = {node: index for index, node in enumerate(forest.order)}
-    must(len(place) == len(forest.order), "a node twice in the order")
-    must(place.keys() <= held.keys(), "a node in the order that is gone")
+    must(12, len(place) == len(forest.order), "a node twice in the order")
+    must(12, place.keys() <= held.keys(), "a node in the order that is gone")
     for node in nodes:
         what, parent = f"node {node.number}", node.parent
         first_pages = {child.pages[0].elements: child for child in node.children if child.pages}
-        must(node.leases == held[node], f"{what}: {node.leases} leases, {held[node]} found")
-        must(first_pages == node.by_first, f"{what}: children are not found by their first pages")
-        must(all(node.begin < at <= forest.end(node) for at in node.checkpoints), f"{what}: checkpoints")
+        must(12, node.leases == held[node], f"{what}: {node.leases} leases, {held[node]} found")
+        must(10, first_pages == node.by_first, f"{what}: children are not found by their first pages")
+        must(15, all(node.begin < at <= forest.end(node) for at in node.checkpoints), f"{what}: checkpoints")
         if parent is None:
-            must(bool(node.children or node.leases), f"{what}: an empty root")
-            must(not node.pages and node.begin == 0 and node not in place, f"{what}: a root with pages")
+            must(10, bool(node.children or node.leases), f"{what}: an empty root")
+            must(10, not node.pages and node.begin == 0 and node not in place, f"{what}: a root with pages")
             continue
-        must(bool(node.pages), f"{what}: no pages")
-        must(node in parent.children, f"{what}: not its parent's")
-        must(node.begin == forest.end(parent), f"{what}: begins elsewhere than its parent ends")
-        must(node.namespace == parent.namespace, f"{what}: another namespace than its parent's")
-        must((node in place) == (node.leases == 0), f"{what}: protected, or not in the order")
+        must(10, bool(node.pages), f"{what}: no pages")
+        must(10, node in parent.children, f"{what}: not its parent's")
+        must(10, node.begin == forest.end(parent), f"{what}: begins elsewhere than its parent ends")
+        must(10, node.namespace == parent.namespace, f"{what}: another namespace than its parent's")
+        must(12, (node in place) == (node.leases == 0), f"{what}: protected, or not in the order")
         if parent in place:
-            must(place[node] < place[parent], f"{what}: hotter than its parent")
+            must(12, place[node] < place[parent], f"{what}: hotter than its parent")
         for column, window in enumerate(forest.windows):
             is_full = window is not None or all(page.ids[column] != HOLE for page in node.pages)
-            must(is_full, f"{what}: a hole in column {column}")
+            must(15, is_full, f"{what}: a hole in column {column}")
         if forest.has_states and not node.children:
-            must(forest.end(node) in node.checkpoints, f"{what}: a leaf that ends without a checkpoint")
+            must(15, forest.end(node) in node.checkpoints, f"{what}: a leaf that ends without a checkpoint")

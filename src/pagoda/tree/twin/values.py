@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pagoda.tree.twin_arguments import Ints
-from pagoda.tree.twin_nodes import Node, Page
+from pagoda.tree.twin.arguments import Ints
+from pagoda.tree.twin.nodes import Node, Page
 
 if TYPE_CHECKING:
     from pagoda.tree.twin import PrefixTwin

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from pagoda.errors import ArgumentError
-from pagoda.tree.twin_arguments import as_array, token_of
-from pagoda.tree.twin_nodes import Node, Page
+from pagoda.tree.twin.arguments import as_array, token_of
+from pagoda.tree.twin.nodes import Node, Page
 from pagoda.tree.values import Removed, Stored
 
 __all__ = ["Bulletin", "Listener"]

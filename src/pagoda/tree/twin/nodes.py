@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pagoda.tree.twin_arguments import HOLE, Element
+from pagoda.tree.twin.arguments import HOLE, Element
 
 __all__ = ["Forest", "Node", "Page"]
 
@@ -219,6 +219,16 @@ class Forest:
             node.used = self.cold
             self.order.remove(node)
             self.order.insert(0, node)
+
+    def bury(self, path: Iterable[Node]) -> None:
+        """Nodes that nobody can find any more, deepest first, become as cold as their children are."""
+        for node in path:
+            if node.leases > 0 or node.parent is None:
+                return
+            self.order.remove(node)
+            hottest = max((self.order.index(child) for child in node.children), default=-1)
+            node.used = self.order[hottest].used if node.children else self.cold
+            self.order.insert(hottest + 1, node)
 
     def own_tail(self, node: Node) -> list[Node]:
         """From a node upwards: what one lease alone protects and nothing else continues."""
