@@ -15,9 +15,9 @@ SGLANG := sglang-0.5.23
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-run: demo ## the main job: for now, the tour
+run: demo ## the main job: for now, the tours
 
-demo: $(INSTALLED) ## a tour in the terminal: allocate, write, read back, free, look
+demo: $(INSTALLED) ## tours in the terminal: the pool, and the tree that finds what is computed
 	@$(BIN)/pagoda demo
 
 test: $(INSTALLED) ## all tests; those that need a GPU are skipped without one
