@@ -74,6 +74,14 @@ void init_arrays() {
 NewArray<int32_t> new_int32(int64_t size) { return new_array<int32_t>(size, NPY_INT32); }
 NewArray<int64_t> new_int64(int64_t size) { return new_array<int64_t>(size, NPY_INT64); }
 
+nb::object view_int32(nb::handle owner, int32_t* data, int64_t size) {
+  npy_intp shape = size;
+  nb::object array = nb::steal(PyArray_SimpleNewFromData(1, &shape, NPY_INT32, data));
+  if (!array.is_valid()) throw nb::python_error();
+  PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.ptr()), owner.inc_ref().ptr());
+  return array;
+}
+
 int64_t to_int(nb::handle value, const char* name, int64_t low, int64_t high) {
   nb::object index = nb::steal(PyNumber_Index(value.ptr()));
   if (!index.is_valid()) {

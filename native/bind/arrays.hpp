@@ -90,6 +90,9 @@ struct NewArray {
 NewArray<int32_t> new_int32(int64_t size);
 NewArray<int64_t> new_int64(int64_t size);
 
+// An array over memory of `owner`, which lives as long as the array.
+nb::object view_int32(nb::handle owner, int32_t* data, int64_t size);
+
 // Looks numpy up; call when the module loads.
 void init_arrays();
 

@@ -100,6 +100,10 @@ Cost O(n). Errors: CapacityError when fewer are free; ArgumentError.)")
 Cost O(n). Errors: AlreadyHeldError when one is held or quarantined, or stands twice;
 OutOfRangeError; ArgumentError.)")
       .def(
+          "require_held", [](FreeList& self, nb::handle ids) { self.require_held(IdArray(ids, "ids").borrow()); },
+          nb::arg("ids").none(), nb::sig("def require_held(self, ids: IdsLike) -> None"),
+          "Raises as `free` would for these ids, and changes nothing. Cost O(n). Errors: as `free`.")
+      .def(
           "free",
           [](FreeList& self, nb::handle ids, nb::handle fence) {
             const Fence until = to_fence(fence);

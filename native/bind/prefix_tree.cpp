@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 
 #include "bind/arrays.hpp"
 #include "bind/module.hpp"
@@ -17,12 +18,13 @@ namespace {
 constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxCount = std::numeric_limits<int64_t>::max() / 2;
 
-// pagoda.Match
+// pagoda.Match. Its arrays are made when they are asked for: a queue is matched for its lengths.
 struct FoundMatch {
   int64_t tree;
   Match match;
-  nb::object page_ids;  // of column 0
-  nb::object columns;   // of all, where there are several
+  int64_t num_pages;
+  int num_columns;
+  std::unique_ptr<int32_t[]> page_ids;  // [num_columns * num_pages]
 };
 
 // pagoda.Lease
@@ -124,22 +126,33 @@ nb::object match_one(const Tree& self, nb::handle tokens, nb::handle space, nb::
   SequenceArgument argument(tokens, space, extra_keys);
   auto [object, made] = make<FoundMatch>();
   made->tree = self.id;
-  self.core.match(argument.borrow(), made->match);
-  const int64_t pages = made->match.length / self.core.page_size();
-  auto first = new_int32(pages);
-  self.core.copy_pages(made->match, 0, first.data);
-  made->page_ids = std::move(first.array);
-  if (self.core.num_columns() > 1) {
-    nb::list columns;
-    columns.append(made->page_ids);
-    for (int c = 1; c < self.core.num_columns(); ++c) {
-      auto ids = new_int32(pages);
-      self.core.copy_pages(made->match, c, ids.data);
-      columns.append(ids.array);
+  made->num_columns = self.core.num_columns();
+  const Sequence sequence = argument.borrow();
+  const PrefixTree& core = self.core;
+  if (core.is_plain() && made->num_columns == 1) {  // compared and copied at once
+    made->page_ids.reset(new int32_t[static_cast<size_t>(sequence.tokens.size / core.page_size())]);
+    core.match(sequence, made->match, made->page_ids.get());
+    made->num_pages = made->match.length / core.page_size();
+  } else {
+    core.match(sequence, made->match, nullptr);
+    made->num_pages = made->match.length / core.page_size();
+    made->page_ids.reset(new int32_t[static_cast<size_t>(made->num_columns * made->num_pages)]);
+    for (int c = 0; c < made->num_columns; ++c) {
+      core.copy_pages(made->match, c, made->page_ids.get() + c * made->num_pages);
     }
-    made->columns = nb::tuple(columns);
   }
   return std::move(object);
+}
+
+nb::object column_of(nb::handle object, int column) {
+  const FoundMatch& self = *nb::inst_ptr<FoundMatch>(object);
+  return view_int32(object, self.page_ids.get() + column * self.num_pages, self.num_pages);
+}
+
+nb::object columns_of(nb::handle object) {
+  nb::list columns;
+  for (int c = 0; c < nb::inst_ptr<FoundMatch>(object)->num_columns; ++c) columns.append(column_of(object, c));
+  return nb::tuple(columns);
 }
 
 // The prompts of a queue, each with its namespace and extra keys.
@@ -390,12 +403,9 @@ Lock it to use its pages. Made by `PrefixTree.match`.)")
           "found", [](const FoundMatch& self) { return self.match.found; },
           "Tokens whose pages are there, usable or not: at least `length`. O(1).")
       .def_prop_ro(
-          "page_ids", [](const FoundMatch& self) { return self.page_ids; },
+          "page_ids", [](nb::handle self) { return column_of(self, 0); },
           "The pages of column 0: [length / page_size] int32, holes -1. O(1).")
-      .def_prop_ro(
-          "columns",
-          [](const FoundMatch& self) { return self.columns.is_valid() ? self.columns : nb::make_tuple(self.page_ids); },
-          "The pages of every column, a tuple of arrays like `page_ids`. O(1).")
+      .def_prop_ro("columns", &columns_of, "The pages of every column, a tuple of arrays like `page_ids`. O(columns).")
       .def_prop_ro(
           "state_id",
           [](const FoundMatch& self) -> nb::object {

@@ -93,6 +93,24 @@ void FreeList::take(Ids ids) {
   num_free_ -= ids.size;
 }
 
+void FreeList::require_held(Ids ids) {
+  int64_t done = 0;
+  const auto unmark = [&] {
+    while (done-- > 0) seen_.erase(ids[done] - first_id_);
+  };
+  try {
+    for (; done < ids.size; ++done) {
+      const int64_t i = index(ids[done], done);
+      if (seen_.contains(i) || !holds(i)) throw_not_held(ids, done);
+      seen_.insert(i);
+    }
+  } catch (...) {
+    unmark();
+    throw;
+  }
+  unmark();
+}
+
 void FreeList::put(int64_t i, bool at_once) {
   if (at_once) {
     free_.insert(i);

@@ -51,6 +51,9 @@ class FreeList {
   // Takes these ids, which must be free.
   void take(Ids ids);
 
+  // Throws as free would, and changes nothing.
+  void require_held(Ids ids);
+
   // Gives ids back, at once or when `fence` passes. An id that is not held, or stands twice, throws.
   void free(Ids ids, Fence fence);
 

@@ -130,6 +130,8 @@ struct Tally {
 
 class PrefixTree {
  public:
+  static constexpr int32_t kMaxLength = std::numeric_limits<int32_t>::max();
+
   // windows: one entry a column, 0 for a column without holes. hash_mask makes keys collide, for tests.
   PrefixTree(int64_t page_size, std::vector<int64_t> windows, bool has_states, int64_t capacity,
              uint32_t hash_mask = ~uint32_t{0});
@@ -138,6 +140,8 @@ class PrefixTree {
   const std::vector<int64_t>& windows() const { return windows_; }
   int num_columns() const { return static_cast<int>(windows_.size()); }
   bool has_states() const { return has_states_; }
+  // Whatever is there is usable.
+  bool is_plain() const { return !has_states_ && !has_windows_; }
   Tally tokens() const { return tokens_; }
   Tally pages(int column) const;
   Tally states() const { return states_; }
@@ -146,7 +150,8 @@ class PrefixTree {
   int64_t num_leases() const { return num_leases_; }
   std::vector<std::string> namespaces() const;
 
-  void match(const Sequence& sequence, Match& match) const;
+  // In a plain tree, ids takes the pages of column 0 too: room for all of the sequence's.
+  void match(const Sequence& sequence, Match& match, int32_t* ids) const;
   int64_t match_length(const Sequence& sequence) const;
   // The page ids of a match that was made just now: [length / page_size].
   void copy_pages(const Match& match, int column, int32_t* out) const;
@@ -224,11 +229,12 @@ class PrefixTree {
     int64_t depth;
   };
   struct Hole {
+    int32_t node;
     int column;
     int64_t page;  // of the sequence
   };
+  struct Insertion;  // an insert under way
 
-  bool is_plain() const { return !has_states_ && !has_windows_; }
   bool is_window(int column) const { return windows_[static_cast<size_t>(column)] > 0; }
   const Lease& require(LeaseId lease) const;
   void require_tokens(Ids tokens, int64_t from) const;
@@ -242,7 +248,7 @@ class PrefixTree {
   // Follows entries [depth - base, ...) down from a place at the end of a node; each(node, depth) for every node
   // entered.
   template <bool with_ids, typename Each>
-  Place walk(Place from, const int32_t* entries, int64_t base, int64_t end, Each each) const;
+  Place walk(Place from, const int32_t* entries, int64_t base, int64_t end, int32_t* ids, Each each) const;
   // The deepest usable place at or above one.
   Place usable(Place place) const;
   int64_t last_hole(Place place, int column) const;
@@ -275,6 +281,17 @@ class PrefixTree {
   }
   int64_t count_held(const Run& run, int column, int64_t begin, int64_t end) const;
   void add_held(int32_t node, int column, int64_t n);
+
+  int32_t given_id(const Insertion& job, int column, int64_t page) const;
+  void find_holes(Insertion& job) const;
+  void find_checkpoints(Insertion& job, const std::vector<Checkpoint>& checkpoints) const;
+  void write_news(Insertion& job) const;
+  bool grows_in_place(const Insertion& job) const;
+  void fill(const Insertion& job);
+  void store(Insertion& job, bool grows);
+  void add_checkpoints(const Insertion& job);
+  // Moves the lease, renews what was used; how far the sequence is usable now.
+  int64_t settle(const Insertion& job);
 
   template <typename Choose>
   void plan(int64_t target, const Choose& choose);
@@ -331,10 +348,12 @@ class PrefixTree {
   int planned_column_ = 0;
   int64_t planned_pages_ = 0;
   std::vector<int32_t> path_;  // scratch of a call
+  std::vector<const int32_t*> new_ids_;
 };
 
 template <bool with_ids, typename Each>
-PrefixTree::Place PrefixTree::walk(Place at, const int32_t* entries, int64_t base, int64_t end, Each each) const {
+PrefixTree::Place PrefixTree::walk(Place at, const int32_t* entries, int64_t base, int64_t end, int32_t* ids,
+                                   Each each) const {
   if (end - at.depth < math_.size()) return at;
   uint32_t key = hash(at.node, entries + (at.depth - base));
   for (;;) {
@@ -343,12 +362,13 @@ PrefixTree::Place PrefixTree::walk(Place at, const int32_t* entries, int64_t bas
     if (child < 0) break;
     const Run run = nodes_[child].run;
     const int64_t left = end - at.depth - run.length;  // behind this run
-    if (left >= math_.size()) {  // where to look next is on its way while this run is compared
+    if (left >= math_.size()) {                        // where to look next is on its way while this run is compared
       key = hash(child, rest + run.length);
       children_.prefetch(key);
     }
     const int64_t n = std::min<int64_t>(run.length, math_.first_slot(math_.page(end - at.depth)));
-    const int64_t same = math_.first_slot(math_.page(runs_.common<with_ids>(run, rest, n)));
+    const int64_t pages = math_.page(runs_.common<with_ids>(run, rest, n, ids)), same = math_.first_slot(pages);
+    if (with_ids) ids += pages;
     at = {child, at.depth + same};
     each(child, at.depth);
     if (same < run.length || left < math_.size()) break;

@@ -324,7 +324,7 @@ int64_t PrefixTree::plan_replace(const Sequence& sequence, const std::vector<Ids
   cut_events_.clear();
   const int32_t root = find_root(sequence.space);
   const auto step = [&](int32_t node, int64_t) { path_.push_back(node); };
-  const int64_t found = root < 0 ? 0 : walk<false>({root, 0}, entries, 0, end, step).depth;
+  const int64_t found = root < 0 ? 0 : walk<false>({root, 0}, entries, 0, end, nullptr, step).depth;
   if (found != end) {
     throw BadArgument("only " + text(found) + " of " + text(end) +
                       " tokens are in the tree: replace what a match finds");

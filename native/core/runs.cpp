@@ -7,7 +7,7 @@ constexpr int64_t kChunkTokens = 64;
 }
 
 RunStore::RunStore(int64_t page_size, int num_columns, int64_t capacity)
-    : page_(page_size),
+    : math_(page_size),
       chunk_pages_(std::max<int64_t>(1, kChunkTokens / page_size)),
       chunk_tokens_(chunk_pages_ * page_size),
       columns_(static_cast<size_t>(num_columns)) {
@@ -83,8 +83,8 @@ void RunStore::append(Run& run, const int32_t* tokens, const std::vector<const i
     std::memcpy(tokens_.data() + run.tail * chunk_tokens_ + used, tokens + done,
                 static_cast<size_t>(piece) * sizeof(int32_t));
     for (size_t c = 0; c < columns_.size(); ++c) {
-      std::memcpy(columns_[c].data() + run.tail * chunk_pages_ + used / page_, columns[c] + done / page_,
-                  static_cast<size_t>(piece / page_) * sizeof(int32_t));
+      std::memcpy(columns_[c].data() + run.tail * chunk_pages_ + math_.page(used), columns[c] + math_.page(done),
+                  static_cast<size_t>(math_.page(piece)) * sizeof(int32_t));
     }
     run.length += static_cast<int32_t>(piece);
     done += piece;
@@ -105,8 +105,8 @@ Run RunStore::split(Run& run, int64_t at) {
                 static_cast<size_t>(chunk_tokens_ - offset) * sizeof(int32_t));
     for (auto& column : columns_) {
       int32_t* ids = column.data();
-      std::memcpy(ids + copy * chunk_pages_ + offset / page_, ids + chunk * chunk_pages_ + offset / page_,
-                  static_cast<size_t>(chunk_pages_ - offset / page_) * sizeof(int32_t));
+      std::memcpy(ids + copy * chunk_pages_ + math_.page(offset), ids + chunk * chunk_pages_ + math_.page(offset),
+                  static_cast<size_t>(chunk_pages_ - math_.page(offset)) * sizeof(int32_t));
     }
     prev_[copy] = -1;
     next_[copy] = next_[chunk];

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/grow_array.hpp"
+#include "core/page_math.hpp"
 
 namespace pagoda {
 
@@ -29,7 +30,6 @@ class RunStore {
   // `capacity` tokens are committed up front.
   RunStore(int64_t page_size, int num_columns, int64_t capacity);
 
-  int64_t page_size() const { return page_; }
   int64_t chunk_tokens() const { return chunk_tokens_; }
   int64_t num_chunks() const { return next_.size(); }
   int64_t num_free_chunks() const { return num_free_; }
@@ -52,10 +52,10 @@ class RunStore {
   // The run keeps its first `length` tokens.
   void trim(Run& run, int64_t length);
 
-  // How many of n tokens equal the first of the run; n is at most the run's length. With ids, those of column 0 are
-  // fetched meanwhile: whoever copies them next finds them in cache.
+  // How many of n tokens equal the first of the run; n is at most the run's length. With ids, those of column 0, of
+  // the pages that are equal, are copied on the way: both come out of memory at once.
   template <bool with_ids>
-  int64_t common(const Run& run, const int32_t* tokens, int64_t n) const;
+  int64_t common(const Run& run, const int32_t* tokens, int64_t n, int32_t* ids) const;
 
   // Tokens [begin, end) of a run, and the page ids of pages [begin, end) of it.
   void copy_tokens(const Run& run, int64_t begin, int64_t end, int32_t* out) const;
@@ -64,8 +64,8 @@ class RunStore {
   // Calls each(ids, n) for the stretches of pages [begin, end) of a run, in order.
   template <typename Each>
   void for_pages(const Run& run, int column, int64_t begin, int64_t end, Each each) const {
-    for_pieces(run, begin * page_, end * page_, [&](int32_t chunk, int64_t offset, int64_t n) {
-      each(columns_[column].data() + chunk * chunk_pages_ + offset / page_, n / page_);
+    for_pieces(run, math_.first_slot(begin), math_.first_slot(end), [&](int32_t chunk, int64_t offset, int64_t n) {
+      each(columns_[column].data() + chunk * chunk_pages_ + math_.page(offset), math_.page(n));
     });
   }
   template <typename Each>
@@ -83,12 +83,6 @@ class RunStore {
   }
 
   const int32_t* first_page(const Run& run) const { return tokens_.data() + run.head * chunk_tokens_ + run.offset; }
-  int32_t first_id(const Run& run, int column) const {
-    return columns_[column][run.head * chunk_pages_ + run.offset / page_];
-  }
-  int32_t last_id(const Run& run, int column) const {
-    return columns_[column][run.tail * chunk_pages_ + (run.offset + run.length - 1) % chunk_tokens_ / page_];
-  }
 
   void prefetch_links(const Run& run) const {
     __builtin_prefetch(&next_[run.head]);
@@ -123,7 +117,7 @@ class RunStore {
     }
   }
 
-  int64_t page_;
+  PageMath math_;
   int64_t chunk_pages_;
   int64_t chunk_tokens_;
   GrowArray<int32_t> tokens_;                // [chunks * chunk_tokens]
@@ -134,14 +128,14 @@ class RunStore {
 };
 
 template <bool with_ids>
-int64_t RunStore::common(const Run& run, const int32_t* tokens, int64_t n) const {
+int64_t RunStore::common(const Run& run, const int32_t* tokens, int64_t n, int32_t* ids) const {
   constexpr int kAhead = 4;  // chunks on their way: more than the core can have outstanding
-  const int32_t* ids = columns_[0].data();
   const auto fetch = [&](int64_t chunk) {
     const int32_t* t = tokens_.data() + chunk * chunk_tokens_;
     for (int64_t i = 0; i < chunk_tokens_; i += 16) __builtin_prefetch(t + i);
     if (with_ids) {
-      for (int64_t i = 0; i < chunk_pages_; i += 16) __builtin_prefetch(ids + chunk * chunk_pages_ + i);
+      const int32_t* mine = columns_[0].data() + chunk * chunk_pages_;
+      for (int64_t i = 0; i < chunk_pages_; i += 16) __builtin_prefetch(mine + i);
     }
   };
   int64_t offset = run.offset, done = 0, fetched = chunk_tokens_ - offset;
@@ -160,13 +154,18 @@ int64_t RunStore::common(const Run& run, const int32_t* tokens, int64_t n) const
     const int64_t piece = std::min(chunk_tokens_ - offset, n - done);
     const int32_t* mine = tokens_.data() + chunk * chunk_tokens_ + offset;
     const int32_t* theirs = tokens + done;
+    int64_t same = piece;
     if (std::memcmp(mine, theirs, static_cast<size_t>(piece) * sizeof(int32_t)) != 0) {
-      int64_t i = 0;
-      while (mine[i] == theirs[i]) ++i;
-      return done + i;
+      for (same = 0; mine[same] == theirs[same];) ++same;
     }
-    done += piece;
-    if (done == n) return n;
+    if (with_ids) {
+      const int64_t pages = math_.page(same);
+      std::memcpy(ids, columns_[0].data() + chunk * chunk_pages_ + math_.page(offset),
+                  static_cast<size_t>(pages) * sizeof(int32_t));
+      ids += pages;
+    }
+    done += same;
+    if (same < piece || done == n) return done;
     chunk = next_[chunk];
     offset = 0;
   }

@@ -176,7 +176,8 @@ class Fuzz {
   void match() { match(space(), tokens(14)); }
   void match(const std::string& name, const Tokens& all) {
     Match match;
-    tree_.match({name, view(all), nullptr}, match);
+    Tokens copied(all.size() / static_cast<size_t>(page_));
+    tree_.match({name, view(all), nullptr}, match, copied.data());
     const int64_t there = found(name, all);
     require(match.length == there * page_, "match: length");
     require(tree_.match_length({name, view(all), nullptr}) == match.length, "match_length");
@@ -186,6 +187,7 @@ class Fuzz {
     for (int64_t p = 0; p < there; ++p) {
       const Page& page = model_[{name, prefix(all, p + 1)}];
       require(page.id == page_ids[static_cast<size_t>(p)], "match: ids");
+      require(page.id == copied[static_cast<size_t>(p)], "match: ids copied on the way");
       old.births.push_back(page.birth);
     }
     matches_.push_back(old);

@@ -17,7 +17,17 @@ pytestmark = pytest.mark.xdist_group("fuzz")  # built once
 # A program of native/fuzz and the files of native/core it runs.
 PROGRAMS = {
     "fuzz": ["free_list", "page_table"],
-    "fuzz_tree": ["extra_keys", "prefix_tree", "prefix_tree_removal", "prefix_tree_view", "runs", "scan"],
+    "fuzz_tree": [
+        "extra_keys",
+        "prefix_tree",
+        "prefix_tree_find",
+        "prefix_tree_insert",
+        "prefix_tree_lease",
+        "prefix_tree_removal",
+        "prefix_tree_view",
+        "runs",
+        "scan",
+    ],
 }
 FLAGS = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-fno-sanitize-recover=all"]
 SANITIZE = "-fsanitize=address,undefined"
@@ -76,7 +86,7 @@ MISTAKES = [
     ("fuzz_tree", "core/runs.cpp", "if (run.tail == chunk) rest.tail = copy;", ""),
     ("fuzz_tree", "core/prefix_tree.cpp", "up.is_trimmed = true;", ""),
     ("fuzz_tree", "core/prefix_tree.cpp", "up.locks = low.locks > 0 ? 1 : 0;", "up.locks = low.locks;"),
-    ("fuzz_tree", "core/prefix_tree.cpp", "order_.add_coldest(*it);", "order_.add(*it);"),
+    ("fuzz_tree", "core/prefix_tree_lease.cpp", "order_.add_coldest(*it);", "order_.add(*it);"),
     ("fuzz_tree", "core/prefix_tree_removal.cpp", "at.is_trimmed = true;", ""),
 ]
 

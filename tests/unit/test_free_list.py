@@ -390,3 +390,22 @@ def test_repr_says_how_full_it_is():
     ids = FreeList(5, what="pages")
     ids.alloc(2)
     assert repr(ids) == "FreeList(5 pages from 1: 3 free, 2 held, 0 quarantined)"
+
+
+def test_require_held_raises_as_free_would_and_changes_nothing():
+    ids = FreeList(10)
+    ids.alloc(5)
+    ids.free([5], fence=3)
+    ids.require_held([1, 4, 2])
+    for bad, error in (
+        ([1, 1], DoubleFreeError),
+        ([5], DoubleFreeError),
+        ([6], NotHeldError),
+        ([1, 11], OutOfRangeError),
+        ([0], OutOfRangeError),
+        (None, ArgumentError),
+    ):
+        with pytest.raises(error):
+            ids.require_held(bad)
+        assert (ids.num_held, ids.num_quarantined) == (4, 1)
+        ids.check()

@@ -1,0 +1,160 @@
+// Walking down, and where a walk may end.
+#include <algorithm>
+#include <cstring>
+
+#include "core/prefix_tree.hpp"
+
+namespace pagoda {
+
+namespace {
+
+uint64_t fold(uint64_t a, uint64_t b) {
+  const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
+  return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+}
+
+}  // namespace
+
+uint32_t PrefixTree::hash(int32_t parent, const int32_t* page) const {
+  uint64_t h = fold(seed_ ^ static_cast<uint32_t>(parent), 0x9E3779B97F4A7C15u);
+  int64_t i = 0;
+  for (; i + 2 <= math_.size(); i += 2) {
+    uint64_t two;
+    std::memcpy(&two, page + i, sizeof two);
+    h = fold(h ^ two, 0xD1342543DE82EF95u ^ seed_);
+  }
+  if (i < math_.size()) h = fold(h ^ static_cast<uint32_t>(page[i]), 0xD1342543DE82EF95u ^ seed_);
+  return static_cast<uint32_t>(h ^ (h >> 32)) & hash_mask_;
+}
+
+int32_t PrefixTree::find_root(std::string_view space) const {
+  if (space.empty()) return default_root_;
+  const auto it = roots_.find(space);
+  return it == roots_.end() ? -1 : it->second;
+}
+
+int32_t PrefixTree::child_of(int32_t parent, const int32_t* page, uint32_t key) const {
+  const size_t bytes = static_cast<size_t>(math_.size()) * sizeof(int32_t);
+  return children_.find(key, [&](int32_t node) {
+    return nodes_[node].parent == parent && std::memcmp(runs_.first_page(nodes_[node].run), page, bytes) == 0;
+  });
+}
+
+PrefixTree::Place PrefixTree::climb(Place place) const {
+  while (!nodes_[place.node].is_root() && place.depth <= nodes_[place.node].begin) {
+    place.node = nodes_[place.node].parent;
+  }
+  return place;
+}
+
+int64_t PrefixTree::last_hole(Place place, int column) const {
+  const int64_t low = math_.page(std::max<int64_t>(0, place.depth - windows_[static_cast<size_t>(column)] + 1));
+  int64_t high = math_.page(place.depth);
+  if (windows_[static_cast<size_t>(column)] == 1) return -1;
+  for (int32_t node = place.node; !nodes_[node].is_root() && high > low; node = nodes_[node].parent) {
+    const Node& at = nodes_[node];
+    const int64_t first = math_.page(at.begin), begin = std::max(low, first);
+    if (held(column, node) < math_.page(at.run.length)) {
+      int64_t page = begin, hole = -1;
+      runs_.for_pages(at.run, column, begin - first, high - first, [&](const int32_t* ids, int64_t n) {
+        for (int64_t i = 0; i < n; ++i, ++page) {
+          if (ids[i] < 0) hole = page;
+        }
+      });
+      if (hole >= 0) return hole;
+    }
+    high = first;
+  }
+  return -1;
+}
+
+int32_t PrefixTree::last_checkpoint(int32_t node, int64_t length) const {
+  const int64_t depth = nodes_[node].begin + length;
+  const auto& all = checkpoints_[static_cast<size_t>(node)];
+  const auto after = std::upper_bound(all.begin(), all.end(), depth,
+                                      [](int64_t at, const Checkpoint& checkpoint) { return at < checkpoint.length; });
+  return after == all.begin() ? 0 : std::prev(after)->length - nodes_[node].begin;
+}
+
+PrefixTree::Place PrefixTree::usable(Place place) const {
+  if (is_plain()) return place;
+  for (;;) {
+    const int64_t before = place.depth;
+    while (has_states_ && !nodes_[place.node].is_root()) {
+      const int64_t begin = nodes_[place.node].begin;
+      const int32_t length = last_checkpoint(place.node, place.depth - begin);
+      place.depth = begin + length;
+      if (length > 0) break;
+      place.node = nodes_[place.node].parent;
+    }
+    for (int c = 0; c < num_columns(); ++c) {
+      if (!is_window(c)) continue;
+      const int64_t hole = last_hole(place, c);
+      if (hole >= 0) place = climb({place.node, math_.first_slot(hole)});
+    }
+    if (place.depth == before) return place;
+  }
+}
+
+void PrefixTree::match(const Sequence& sequence, Match& match, int32_t* ids) const {
+  if (!extra_keys_.empty()) require_tokens(sequence.tokens, 0);  // a stored token may be negative
+  match.space = sequence.space;
+  match.made = next_family_;
+  match.root = find_root(sequence.space);
+  if (match.root < 0) return require_tokens(sequence.tokens, 0);
+  match.root_number = nodes_[match.root].number;
+  std::vector<int32_t> translated;
+  const int32_t* entries = sequence.tokens.data;
+  if (sequence.ranges != nullptr) {
+    translated = extra_keys_.find(entries, sequence.tokens.size, 0, *sequence.ranges);
+    entries = translated.data();
+  }
+  const auto step = [&](int32_t node, int64_t depth) {
+    const Node& at = nodes_[node];
+    match.path.push({at.number, at.family, node, static_cast<int32_t>(depth), at.hash});
+  };
+  const Place root{match.root, 0};
+  const Place found = ids != nullptr ? walk<true>(root, entries, 0, sequence.tokens.size, ids, step)
+                                     : walk<false>(root, entries, 0, sequence.tokens.size, nullptr, step);
+  require_tokens(sequence.tokens, found.depth);  // those before equal stored ones
+  match.found = match.length = found.depth;
+  if (is_plain()) return;
+  const Place place = usable(found);
+  match.length = place.depth;
+  while (match.path.size() > 0 && nodes_[match.path.back().node].begin >= place.depth) match.path.pop();
+  if (match.path.size() == 0) return;
+  match.path.back().end = static_cast<int32_t>(place.depth);
+  if (has_states_) {
+    for (const Checkpoint& at : checkpoints_[static_cast<size_t>(place.node)]) {
+      if (at.length == place.depth) match.state_id = at.state_id;
+    }
+  }
+}
+
+int64_t PrefixTree::match_length(const Sequence& sequence) const {
+  if (sequence.ranges != nullptr) {
+    Match full;
+    match(sequence, full, nullptr);
+    return full.length;
+  }
+  if (!extra_keys_.empty()) require_tokens(sequence.tokens, 0);
+  Place place{find_root(sequence.space), 0};
+  if (place.node >= 0) {
+    place = walk<false>(place, sequence.tokens.data, 0, sequence.tokens.size, nullptr, [](int32_t, int64_t) {});
+  }
+  require_tokens(sequence.tokens, place.depth);
+  return place.node < 0 ? 0 : usable(place).depth;
+}
+
+void PrefixTree::copy_pages(const Match& match, int column, int32_t* out) const {
+  int64_t begin = 0;
+  for (int64_t i = 0; i < match.path.size(); ++i) {
+    const Step& step = match.path[i];
+    const int64_t n = math_.page(step.end - begin);
+    runs_.copy_pages(nodes_[step.node].run, column, 0, n, out);
+    out += n;
+    begin = step.end;
+  }
+}
+
+}  // namespace pagoda

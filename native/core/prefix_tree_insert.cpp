@@ -1,0 +1,260 @@
+// Storing. What is found out and what may fail comes first, what changes the tree comes last.
+#include <algorithm>
+
+#include "core/prefix_tree.hpp"
+
+namespace pagoda {
+
+// An insert under way. Positions: [0, base) is the lease's own, [base, end) the whole pages given, of which
+// [base, present) were there and [present, stored) are new.
+struct PrefixTree::Insertion {
+  const Sequence& sequence;
+  const std::vector<Ids>& columns;
+  Lease* lease;  // null: none
+  int32_t from;  // where it begins; -1: the namespace is not there
+  int64_t base;
+  int64_t end;
+  const int32_t* entries;  // the tokens given, as they stand in runs
+  Place at{};              // where the sequence leaves what is there
+  int64_t present = 0;
+  int64_t stored = 0;
+  std::vector<Hole> holes{};        // that the given ids fill
+  std::vector<Checkpoint> taken{};  // where there is none yet
+  std::vector<TreeEvent> news{};
+
+  int64_t added() const { return stored - present; }
+};
+
+// The id that was given for a page of the sequence.
+int32_t PrefixTree::given_id(const Insertion& job, int column, int64_t page) const {
+  return job.columns[static_cast<size_t>(column)][page - math_.page(job.base)];
+}
+
+void PrefixTree::find_holes(Insertion& job) const {
+  for (int32_t node : path_) {
+    const Run& run = nodes_[node].run;
+    const int64_t first = math_.page(nodes_[node].begin);
+    const int64_t last = math_.page(std::min<int64_t>(nodes_[node].end(), job.present));
+    for (int c = 0; c < num_columns(); ++c) {
+      if (held(c, node) == math_.page(run.length)) continue;
+      int64_t page = first;
+      runs_.for_pages(run, c, 0, last - first, [&](const int32_t* ids, int64_t n) {
+        for (int64_t i = 0; i < n; ++i, ++page) {
+          if (ids[i] < 0 && given_id(job, c, page) >= 0) job.holes.push_back({node, c, page});
+        }
+      });
+    }
+  }
+}
+
+void PrefixTree::find_checkpoints(Insertion& job, const std::vector<Checkpoint>& checkpoints) const {
+  for (const Checkpoint& checkpoint : checkpoints) {
+    if (checkpoint.length <= job.present) {
+      const int32_t node = climb({job.at.node, checkpoint.length}).node;
+      const int64_t begin = nodes_[node].begin;
+      if (begin + last_checkpoint(node, checkpoint.length - begin) == checkpoint.length) continue;
+    }
+    job.taken.push_back(checkpoint);
+  }
+}
+
+void PrefixTree::write_news(Insertion& job) const {
+  const std::string space(job.lease == nullptr ? job.sequence.space : std::string_view(space_of(job.from)));
+  // The page before may be a hole that this very call fills.
+  const auto correct_parent = [&](TreeEvent& told) {
+    const int64_t before = math_.page(told.position) - 1;
+    if (told.parent < 0 && before >= math_.page(job.base)) told.parent = given_id(job, 0, before);
+  };
+  for (const Hole& hole : job.holes) {
+    TreeEvent filled = event(true, hole.node, math_.first_slot(hole.page), math_.first_slot(hole.page + 1));
+    for (int c = 0; c < num_columns(); ++c) {
+      filled.columns[static_cast<size_t>(c)][0] = c == hole.column ? given_id(job, c, hole.page) : -1;
+    }
+    correct_parent(filled);
+    job.news.push_back(std::move(filled));
+  }
+  const auto add = [&](int64_t position, int64_t num_tokens) {
+    TreeEvent& told = job.news.emplace_back(TreeEvent{true, space, position, 0, {}, {}, {}});
+    if (position > 0) {
+      const Node& node = nodes_[climb({job.at.node, position}).node];
+      const int64_t page = math_.page(position - node.begin);
+      runs_.copy_pages(node.run, 0, page - 1, page, &told.parent);
+      correct_parent(told);
+    }
+    const int32_t* tokens = job.sequence.tokens.data + (position - job.base);
+    told.tokens.assign(tokens, tokens + num_tokens);
+    for (const Ids& column : job.columns) {
+      const int32_t* ids = column.data + math_.page(position - job.base);
+      told.columns.emplace_back(ids, ids + math_.page(num_tokens));
+    }
+  };
+  // Checkpoints among pages that are there, each for itself; then the new run with its own.
+  auto checkpoint = job.taken.begin();
+  for (; checkpoint != job.taken.end() && checkpoint->length <= job.present; ++checkpoint) {
+    add(checkpoint->length, 0);
+    job.news.back().states.push_back(*checkpoint);
+  }
+  if (job.added() == 0) return;
+  add(job.present, job.added());
+  job.news.back().states.assign(checkpoint, job.taken.end());
+}
+
+bool PrefixTree::grows_in_place(const Insertion& job) const {
+  if (job.from < 0) return false;
+  const Node& node = nodes_[job.at.node];
+  // A lease holds its own node once; any other must be free.
+  const int32_t own = job.lease != nullptr && job.lease->node == job.at.node ? 1 : 0;
+  return !node.is_root() && node.end() == job.present && node.first_child < 0 && !node.is_trimmed && node.locks == own;
+}
+
+void PrefixTree::fill(const Insertion& job) {
+  for (const Hole& hole : job.holes) {
+    const int64_t page = hole.page - math_.page(nodes_[hole.node].begin);
+    runs_.for_pages(nodes_[hole.node].run, hole.column, page, page + 1,
+                    [&](int32_t* id, int64_t) { *id = given_id(job, hole.column, hole.page); });
+    add_held(hole.node, hole.column, 1);
+  }
+}
+
+void PrefixTree::store(Insertion& job, bool grows) {
+  int32_t node = job.at.node;
+  if (!grows) {
+    const int32_t parent = job.from < 0 ? find_or_make_root(job.sequence.space) : end_at(job.at);
+    node = new_node(parent, job.present);
+  }
+  const int64_t added = job.added();
+  const int32_t* entries = job.entries + (job.present - job.base);
+  runs_.append(nodes_[node].run, entries, new_ids_, added);
+  if (!extra_keys_.empty()) extra_keys_.add(entries, added);
+  tokens_.total += added;
+  if (nodes_[node].locks > 0) tokens_.locked += added;
+  for (int c = 0; c < num_columns(); ++c) {
+    if (!is_window(c)) continue;
+    const int32_t* ids = new_ids_[static_cast<size_t>(c)];
+    add_held(node, c, std::count_if(ids, ids + math_.page(added), [](int32_t id) { return id >= 0; }));
+  }
+  if (!grows) {
+    link(node);
+    order_.add(node);
+  }
+  job.at = {node, job.stored};
+}
+
+void PrefixTree::add_checkpoints(const Insertion& job) {
+  for (const Checkpoint& checkpoint : job.taken) {
+    const int32_t node = climb({job.at.node, checkpoint.length}).node;
+    auto& all = checkpoints_[static_cast<size_t>(node)];
+    all.insert(std::find_if(all.begin(), all.end(), [&](const Checkpoint& c) { return c.length > checkpoint.length; }),
+               checkpoint);
+    ++states_.total;
+    if (nodes_[node].locks > 0) ++states_.locked;
+  }
+}
+
+int64_t PrefixTree::settle(const Insertion& job) {
+  if (job.at.node < 0) return 0;
+  const Place last = usable(job.at);
+  const int32_t node = end_at(last);
+  if (job.lease != nullptr && job.lease->node != node) {
+    hold(node);
+    let_go(job.lease->node);
+    job.lease->node = node;
+  }
+  // What is stored is hot, and so is all above it: no child is hotter than its parent.
+  if (job.added() > 0) {
+    touch(job.at.node);
+  } else if (job.lease == nullptr) {
+    touch(node);
+  }
+  return last.depth;
+}
+
+Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& columns, const LeaseId* lease_id,
+                            const std::vector<Checkpoint>& checkpoints) {
+  Lease* lease = nullptr;
+  int32_t from = -1;
+  if (lease_id != nullptr) {
+    from = require(*lease_id).node;
+    lease = &leases_[static_cast<size_t>(lease_id->slot)];
+    if (nodes_[nodes_[from].root].is_dropped) {
+      throw Stale("lease " + text(lease->number) + " is of a namespace that was dropped: release it");
+    }
+  } else {
+    from = find_root(sequence.space);
+  }
+  const int64_t base = from < 0 ? 0 : nodes_[from].end();
+  const int64_t end = base + math_.first_slot(math_.page(sequence.tokens.size));
+  if (end > kMaxLength) throw BadArgument("a sequence has fewer than 2^31 tokens");
+  if (!extra_keys_.empty() || sequence.ranges != nullptr) require_tokens(sequence.tokens, 0);
+  try {
+    require_columns(sequence.tokens, columns);
+    require_checkpoints(checkpoints, base, end);
+  } catch (...) {
+    require_tokens(sequence.tokens, 0);  // what is wrong first is said first
+    throw;
+  }
+
+  struct Tidy {
+    ExtraKeys& keys;
+    bool is_on;
+    ~Tidy() {
+      if (is_on) keys.tidy();
+    }
+  } tidy{extra_keys_, sequence.ranges != nullptr};
+  Insertion job{sequence, columns, lease, from, base, end, sequence.tokens.data};
+  std::vector<int32_t> translated;
+  if (sequence.ranges != nullptr) {
+    translated = extra_keys_.make(job.entries, sequence.tokens.size, base, *sequence.ranges);
+    job.entries = translated.data();
+  }
+
+  path_.clear();
+  job.at = {from, base};
+  if (from >= 0) {
+    job.at = walk<false>(job.at, job.entries, base, end, nullptr, [&](int32_t node, int64_t) {
+      if (!is_plain()) path_.push_back(node);
+    });
+  }
+  require_tokens(sequence.tokens, job.at.depth - base);  // those before equal stored ones
+  job.present = job.at.depth;
+  job.stored = end;
+  if (has_states_) job.stored = std::max<int64_t>(job.present, checkpoints.empty() ? 0 : checkpoints.back().length);
+  if (has_windows_) find_holes(job);
+  if (has_states_) find_checkpoints(job, checkpoints);
+
+  Inserted result;
+  result.present = job.present;
+  result.stored = job.stored;
+  if (has_windows_) result.filled.resize(windows_.size());
+  for (const Hole& hole : job.holes) {
+    result.filled[static_cast<size_t>(hole.column)].push_back(static_cast<int32_t>(hole.page));
+  }
+  for (const Checkpoint& checkpoint : job.taken) result.states.push_back(checkpoint.state_id);
+
+  const bool grows = grows_in_place(job);
+  reserve(4, 2 + runs_.chunks_to_append(grows ? nodes_[job.at.node].run : Run{}, job.added()));
+  new_ids_.clear();
+  for (const Ids& column : columns) new_ids_.push_back(column.data + math_.page(job.present - base));
+  if (!job.taken.empty()) {
+    const auto make_room = [&](int32_t node) {
+      auto& all = checkpoints_[static_cast<size_t>(node)];
+      all.reserve(all.size() + job.taken.size());
+    };
+    for (int32_t node : path_) make_room(node);
+    if (from >= 0) make_room(job.at.node);
+  }
+  if (is_listened_) {
+    write_news(job);
+    events_.reserve(events_.size() + job.news.size());
+  }
+
+  ++now_;
+  fill(job);
+  if (job.added() > 0) store(job, grows);
+  add_checkpoints(job);
+  result.length = settle(job);
+  for (TreeEvent& told : job.news) events_.push_back(std::move(told));
+  return result;
+}
+
+}  // namespace pagoda

@@ -1,0 +1,175 @@
+// What a lease protects, from the match it was made of until it is released.
+#include <algorithm>
+
+#include "core/prefix_tree.hpp"
+
+namespace pagoda {
+
+PrefixTree::Place PrefixTree::survivor(const Match& match) const {
+  // The root that the match began at. It lives: whoever calls has looked.
+  Place place{match.root, 0};
+  int64_t next = match.path.size();
+  while (next > 0) {
+    const Step& step = match.path[next - 1];
+    const Node& node = nodes_[step.node];
+    if (node.number == step.number) {
+      place = climb({step.node, std::min(step.end, node.end())});
+      if (place.depth < step.end) next = match.path.size() + 1;  // trimmed: nothing below it is left
+      break;
+    }
+    --next;
+  }
+  // Of the steps that are gone an upper half may be left: where they began, of their family.
+  for (; next < match.path.size(); ++next) {
+    const Step& step = match.path[next];
+    int32_t half = children_.find(step.hash, [&](int32_t node) {
+      return nodes_[node].parent == place.node && nodes_[node].family == step.family;
+    });
+    while (half >= 0) {
+      place = {half, std::min(step.end, nodes_[half].end())};
+      if (place.depth == step.end) break;
+      half = nodes_[half].first_child;
+      while (half >= 0 && nodes_[half].family != step.family) half = nodes_[half].next_sibling;
+    }
+    if (place.depth < step.end) break;
+  }
+  if (match.made <= replaced_) {
+    for (int32_t node = place.node; !nodes_[node].is_root(); node = nodes_[node].parent) {
+      if (nodes_[node].family >= match.made) return {match.root, 0};  // it has other ids than the match says
+    }
+  }
+  return place;
+}
+
+LeaseId PrefixTree::lock(const Match& match) {
+  reserve(2, 1);
+  if (free_leases_.empty()) {
+    if (leases_.size() == leases_.capacity()) leases_.reserve(2 * leases_.size() + 64);
+    free_leases_.reserve(leases_.capacity());  // a release cannot fail
+    leases_.push_back({0, 0, false});
+    free_leases_.push_back(static_cast<int32_t>(leases_.size() - 1));
+  }
+  const int32_t root = find_or_make_root(match.space);
+  Place place{root, 0};
+  if (match.root == root && nodes_[root].number == match.root_number) place = usable(survivor(match));
+  const int32_t node = end_at(place);
+  ++now_;
+  hold(node);
+  const int32_t slot = free_leases_.back();
+  free_leases_.pop_back();
+  leases_[static_cast<size_t>(slot)] = {next_lease_, node, false};
+  ++num_leases_;
+  return {slot, next_lease_++};
+}
+
+bool PrefixTree::is_held(LeaseId lease) const {
+  return lease.slot < static_cast<int64_t>(leases_.size()) &&
+         leases_[static_cast<size_t>(lease.slot)].number == lease.number;
+}
+
+int64_t PrefixTree::length(LeaseId lease) const { return nodes_[require(lease).node].end(); }
+
+void PrefixTree::demote(LeaseId lease) {
+  require(lease);
+  leases_[static_cast<size_t>(lease.slot)].is_demoted = true;
+}
+
+void PrefixTree::release(LeaseId id) {
+  const Lease lease = require(id);
+  ++now_;
+  leases_[static_cast<size_t>(id.slot)].number = 0;
+  free_leases_.push_back(id.slot);
+  --num_leases_;
+  if (nodes_[nodes_[lease.node].root].is_dropped) {
+    let_go_dropped(lease.node);
+  } else if (lease.is_demoted) {
+    let_go_coldest(lease.node);
+  } else {
+    let_go(lease.node);
+  }
+}
+
+void PrefixTree::copy_pages(LeaseId lease, int column, int32_t* out) const {
+  for (int32_t node = require(lease).node; !nodes_[node].is_root(); node = nodes_[node].parent) {
+    const Node& at = nodes_[node];
+    runs_.copy_pages(at.run, column, 0, math_.page(at.run.length), out + math_.page(at.begin));
+  }
+}
+
+void PrefixTree::count_locked(int32_t node, int64_t sign) {
+  tokens_.locked += sign * nodes_[node].run.length;
+  if (is_plain()) return;
+  for (int c = 0; c < num_columns(); ++c) {
+    if (is_window(c)) window_pages_[static_cast<size_t>(c)].locked += sign * held(c, node);
+  }
+  if (has_states_) {
+    states_.locked += sign * static_cast<int64_t>(checkpoints_[static_cast<size_t>(node)].size());
+  }
+}
+
+void PrefixTree::hold(int32_t node) {
+  while (nodes_[node].locks++ == 0 && !nodes_[node].is_root()) {
+    order_.remove(node);
+    count_locked(node, 1);
+    nodes_[node].used = now_;
+    node = nodes_[node].parent;
+  }
+}
+
+void PrefixTree::let_go(int32_t node) {
+  while (--nodes_[node].locks == 0) {
+    if (nodes_[node].is_root()) return free_root_if_empty(node);
+    order_.add(node);
+    count_locked(node, -1);
+    nodes_[node].used = now_;
+    node = nodes_[node].parent;
+  }
+}
+
+void PrefixTree::let_go_coldest(int32_t node) {
+  --cold_;
+  // The own tail: what only this lease protects and nothing else continues.
+  path_.clear();
+  for (int32_t child = -1; !nodes_[node].is_root(); child = node, node = nodes_[node].parent) {
+    const Node& at = nodes_[node];
+    if (at.locks != 1 || at.num_children != (child < 0 ? 0 : 1)) break;
+    path_.push_back(node);
+  }
+  for (auto it = path_.rbegin(); it != path_.rend(); ++it) {
+    nodes_[*it].locks = 0;
+    order_.add_coldest(*it);
+    count_locked(*it, -1);
+    nodes_[*it].used = cold_;
+  }
+  let_go(node);
+}
+
+void PrefixTree::let_go_dropped(int32_t node) {
+  --cold_;
+  while (--nodes_[node].locks == 0) {
+    if (nodes_[node].is_root()) return free_root_if_empty(node);
+    // Nobody can find it any more: as cold as its children let it be.
+    int32_t child = nodes_[node].first_child;
+    for (int32_t other = child; other >= 0; other = nodes_[other].next_sibling) {
+      if (nodes_[other].used > nodes_[child].used) child = other;
+    }
+    if (child < 0) {
+      order_.add_coldest(node);
+    } else {
+      order_.add_upper(node, child);
+    }
+    nodes_[node].used = child < 0 ? cold_ : nodes_[child].used;
+    count_locked(node, -1);
+    node = nodes_[node].parent;
+  }
+}
+
+void PrefixTree::touch(int32_t node) {
+  for (; !nodes_[node].is_root() && nodes_[node].locks == 0; node = nodes_[node].parent) {
+    order_.remove(node);
+    order_.add(node);
+    nodes_[node].used = now_;
+  }
+}
+
+}  // namespace pagoda
