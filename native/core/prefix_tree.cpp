@@ -242,6 +242,47 @@ int32_t PrefixTree::split(int32_t node, int64_t depth) {
   return upper;
 }
 
+void PrefixTree::rejoin(int32_t node) {
+  while (nodes_[node].locks == 0 && !nodes_[node].is_root()) {
+    const int32_t parent = nodes_[node].parent;
+    const Node &low = nodes_[node], &up = nodes_[parent];
+    if (up.is_root() || up.locks > 0 || up.used != low.used) return;
+    if (up.num_children == 1 && up.family == low.family && runs_.can_join(up.run, low.run)) {
+      join(parent, node);
+    } else {
+      node = parent;
+    }
+  }
+}
+
+void PrefixTree::join(int32_t upper, int32_t lower) {
+  Node& up = nodes_[upper];
+  Node& low = nodes_[lower];
+  children_.erase(low.hash, lower);
+  children_.replace(up.hash, upper, lower);
+  low.hash = up.hash;
+  low.run = runs_.join(up.run, low.run);
+  low.begin = up.begin;
+  low.parent = up.parent;
+  low.next_sibling = up.next_sibling;
+  low.prev_sibling = up.prev_sibling;
+  if (low.next_sibling >= 0) nodes_[low.next_sibling].prev_sibling = lower;
+  (low.prev_sibling < 0 ? nodes_[low.parent].first_child : nodes_[low.prev_sibling].next_sibling) = lower;
+  for (int c = 0; c < num_columns(); ++c) {
+    if (is_window(c)) held_[static_cast<size_t>(c)][lower] += held_[static_cast<size_t>(c)][upper];
+  }
+  if (has_states_) {
+    auto& all = checkpoints_[static_cast<size_t>(lower)];
+    auto& above = checkpoints_[static_cast<size_t>(upper)];
+    above.insert(above.end(), all.begin(), all.end());
+    all.swap(above);
+    above.clear();
+  }
+  order_.remove(upper);
+  --num_nodes_;
+  free_node(upper);
+}
+
 int64_t PrefixTree::count_held(const Run& run, int column, int64_t begin, int64_t end) const {
   int64_t n = 0;
   runs_.for_pages(run, column, begin, end, [&](const int32_t* ids, int64_t size) {

@@ -266,6 +266,10 @@ class PrefixTree {
   void free_root_if_empty(int32_t root);
   // Cuts a node in two; the upper half is returned.
   int32_t split(int32_t node, int64_t at);
+  // Joins halves of a run again, from a node upwards, where nothing tells them apart any more: so prefixes
+  // of many lengths do not leave a node each.
+  void rejoin(int32_t node);
+  void join(int32_t upper, int32_t lower);
   int32_t end_at(Place place) {
     return place.depth < nodes_[place.node].end() ? split(place.node, place.depth) : place.node;
   }

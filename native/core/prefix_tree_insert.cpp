@@ -154,17 +154,19 @@ void PrefixTree::add_checkpoints(const Insertion& job) {
 int64_t PrefixTree::settle(const Insertion& job) {
   if (job.at.node < 0) return 0;
   const Place last = usable(job.at);
-  const int32_t node = end_at(last);
-  if (job.lease != nullptr && job.lease->node != node) {
-    hold(node);
-    let_go(job.lease->node);
-    job.lease->node = node;
+  if (job.lease != nullptr) {
+    const int32_t node = end_at(last);
+    if (node != job.lease->node) {
+      hold(node);
+      let_go(job.lease->node);
+      job.lease->node = node;
+    }
   }
   // What is stored is hot, and so is all above it: no child is hotter than its parent.
-  if (job.added() > 0) {
-    touch(job.at.node);
-  } else if (job.lease == nullptr) {
-    touch(node);
+  if (job.added() > 0 || job.lease == nullptr) {
+    const int32_t used = job.added() > 0 ? job.at.node : end_at(last);
+    touch(used);
+    rejoin(used);
   }
   return last.depth;
 }

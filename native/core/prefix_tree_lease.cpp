@@ -22,14 +22,23 @@ PrefixTree::Place PrefixTree::survivor(const Match& match) const {
   // Of the steps that are gone an upper half may be left: where they began, of their family.
   for (; next < match.path.size(); ++next) {
     const Step& step = match.path[next];
-    int32_t half = children_.find(step.hash, [&](int32_t node) {
-      return nodes_[node].parent == place.node && nodes_[node].family == step.family;
-    });
+    const auto child_of_family = [&](int32_t parent) {
+      int32_t child = nodes_[parent].first_child;
+      while (child >= 0 && nodes_[child].family != step.family) child = nodes_[child].next_sibling;
+      return child;
+    };
+    int32_t half = place.node;  // joined with what stood before it
+    if (place.depth == nodes_[half].end() || nodes_[half].family != step.family) {
+      half = children_.find(step.hash, [&](int32_t node) {
+        return nodes_[node].parent == place.node && nodes_[node].family == step.family;
+      });
+      // Its parent may have been joined and split again, and is another node then; a root stays.
+      if (half < 0 && !nodes_[place.node].is_root()) half = child_of_family(place.node);
+    }
     while (half >= 0) {
       place = {half, std::min(step.end, nodes_[half].end())};
       if (place.depth == step.end) break;
-      half = nodes_[half].first_child;
-      while (half >= 0 && nodes_[half].family != step.family) half = nodes_[half].next_sibling;
+      half = child_of_family(half);
     }
     if (place.depth < step.end) break;
   }
@@ -76,6 +85,7 @@ void PrefixTree::demote(LeaseId lease) {
 
 void PrefixTree::release(LeaseId id) {
   const Lease lease = require(id);
+  const bool is_root = nodes_[lease.node].is_root();  // which may go now
   ++now_;
   leases_[static_cast<size_t>(id.slot)].number = 0;
   free_leases_.push_back(id.slot);
@@ -87,6 +97,7 @@ void PrefixTree::release(LeaseId id) {
   } else {
     let_go(lease.node);
   }
+  if (!is_root) rejoin(lease.node);
 }
 
 void PrefixTree::copy_pages(LeaseId lease, int column, int32_t* out) const {

@@ -370,9 +370,8 @@ void PrefixTree::carry_out_replace(const std::vector<Ids>& columns, const std::v
       });
       if (is_window(c)) add_held(node, c, more);
     }
-    nodes_[node].family = next_family_;
+    nodes_[node].family = replaced_ = next_family_++;
   }
-  if (planned_pages_ > 0) replaced_ = next_family_++;
   for (TreeEvent& each : cut_events_) events_.push_back(std::move(each));
   cut_events_.clear();
 }

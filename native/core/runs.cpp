@@ -91,6 +91,16 @@ void RunStore::append(Run& run, const int32_t* tokens, const std::vector<const i
   }
 }
 
+void RunStore::copy_rest(int32_t from, int32_t to, int64_t offset) {
+  std::memcpy(tokens_.data() + to * chunk_tokens_ + offset, tokens_.data() + from * chunk_tokens_ + offset,
+              static_cast<size_t>(chunk_tokens_ - offset) * sizeof(int32_t));
+  const int64_t page = math_.page(offset);
+  for (auto& column : columns_) {
+    std::memcpy(column.data() + to * chunk_pages_ + page, column.data() + from * chunk_pages_ + page,
+                static_cast<size_t>(chunk_pages_ - page) * sizeof(int32_t));
+  }
+}
+
 Run RunStore::split(Run& run, int64_t at) {
   const int32_t chunk = chunk_at(run, at);
   const int64_t offset = (run.offset + at) % chunk_tokens_;
@@ -101,13 +111,7 @@ Run RunStore::split(Run& run, int64_t at) {
   } else {
     // Both halves lie in this chunk: the rest gets one of its own, its tokens where they were.
     const int32_t copy = take();
-    std::memcpy(tokens_.data() + copy * chunk_tokens_ + offset, tokens_.data() + chunk * chunk_tokens_ + offset,
-                static_cast<size_t>(chunk_tokens_ - offset) * sizeof(int32_t));
-    for (auto& column : columns_) {
-      int32_t* ids = column.data();
-      std::memcpy(ids + copy * chunk_pages_ + math_.page(offset), ids + chunk * chunk_pages_ + math_.page(offset),
-                  static_cast<size_t>(chunk_pages_ - math_.page(offset)) * sizeof(int32_t));
-    }
+    copy_rest(chunk, copy, offset);
     prev_[copy] = -1;
     next_[copy] = next_[chunk];
     if (next_[chunk] >= 0) prev_[next_[chunk]] = copy;
@@ -118,6 +122,19 @@ Run RunStore::split(Run& run, int64_t at) {
   next_[run.tail] = -1;
   run.length = static_cast<int32_t>(at);
   return rest;
+}
+
+Run RunStore::join(const Run& upper, const Run& lower) {
+  int32_t rest = lower.head, tail = lower.tail;
+  if (lower.offset != 0) {  // both lie in one chunk again
+    copy_rest(lower.head, upper.tail, lower.offset);
+    rest = next_[lower.head];
+    if (lower.tail == lower.head) tail = upper.tail;
+    give(lower.head);
+  }
+  next_[upper.tail] = rest;
+  if (rest >= 0) prev_[rest] = upper.tail;
+  return {upper.head, tail, upper.offset, upper.length + lower.length};
 }
 
 void RunStore::trim(Run& run, int64_t length) {

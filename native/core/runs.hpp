@@ -49,6 +49,12 @@ class RunStore {
   // The run keeps its first `at` tokens; the rest is returned. Takes a chunk at most.
   Run split(Run& run, int64_t at);
 
+  // What split has cut, joined again; false where the halves do not lie as a split leaves them.
+  bool can_join(const Run& upper, const Run& lower) const {
+    return (upper.offset + upper.length) % chunk_tokens_ == lower.offset;
+  }
+  Run join(const Run& upper, const Run& lower);
+
   // The run keeps its first `length` tokens.
   void trim(Run& run, int64_t length);
 
@@ -99,6 +105,8 @@ class RunStore {
  private:
   int32_t take();
   void give(int32_t chunk);
+  // Tokens and ids of a chunk from an offset on, to the same place of another.
+  void copy_rest(int32_t from, int32_t to, int64_t offset);
   // The chunk of token `at` of a run, from whichever end is nearer.
   int32_t chunk_at(const Run& run, int64_t at) const;
 

@@ -9,6 +9,7 @@ import torch
 from pagoda import CacheManager, RadixCacheHandle, RadixCacheManager, Request
 
 PAGE_SIZES = [1, 4, 16]
+NUM_PAGES = 20  # of a CacheManager
 FAILS = (AssertionError, pytest.fail.Exception)  # how a check says that an implementation is wrong
 
 

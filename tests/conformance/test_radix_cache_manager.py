@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conformance.prefixes import (
-    PAGE_SIZES,
+    NUM_PAGES,
     begin,
     evict,
     insert,
@@ -34,18 +34,6 @@ from pagoda import (
     StaleError,
     UsageError,
 )
-
-NUM_PAGES = 20
-
-
-@pytest.fixture(params=PAGE_SIZES)
-def page_size(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-@pytest.fixture
-def cache(device: str, page_size: int) -> CacheManager:
-    return CacheManager(device, NUM_PAGES, page_size)
 
 
 @pytest.mark.parametrize(

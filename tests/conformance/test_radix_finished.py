@@ -10,7 +10,7 @@ import torch
 
 from conformance.builders import captured
 from conformance.prefixes import (
-    PAGE_SIZES,
+    NUM_PAGES,
     begin,
     drawn,
     match,
@@ -32,19 +32,6 @@ from pagoda import (
     RadixCacheHandle,
     StaleError,
 )
-
-NUM_PAGES = 20
-
-
-@pytest.fixture(params=PAGE_SIZES)
-def page_size(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-@pytest.fixture
-def cache(device: str, page_size: int) -> CacheManager:
-    return CacheManager(device, NUM_PAGES, page_size)
-
 
 # --- a request ends
 

@@ -76,7 +76,9 @@ def test_an_insert_tells_how_far_pages_are_and_how_far_they_are_of_use(kind: Any
     tree = kind(1, windows=(2,))
     inserted = tree.insert([1, 2, 3, 4], [11, 12, HOLE, HOLE])
     assert (inserted.present, inserted.stored, inserted.length) == (0, 4, 2)
-    assert runs(tree) == [(0, 2), (2, 4)]  # cut where it stops being of use
+    assert runs(tree) == [(0, 4)]
+    tree.insert([1, 2], [11, 12])
+    assert runs(tree) == [(0, 2), (2, 4)]  # cut where it ends: the rest was not used
     assert tree.counts().columns[0] == (2, 2, 0)
 
 
@@ -364,3 +366,35 @@ def test_what_is_stored_makes_all_above_it_hot(kind: Any) -> None:
     tree.insert([1, 2], [HOLE, HOLE])  # of no use to anybody, and still stored
     tree.check()
     assert tree.evict(2).page_ids.tolist() == [12, 13]
+
+
+def test_halves_that_are_used_together_are_one_run_again(kind: Any) -> None:
+    tree = kind(1)
+    tokens = list(range(200))
+    tree.insert(tokens, range(1, 201))
+    for n in range(199, 0, -1):  # found at every length, shortest last
+        tree.release(tree.lock(tree.match(tokens[:n])))
+    assert tree.num_nodes == 200
+    old = tree.match(tokens[:150])
+    tree.release(tree.lock(tree.match(tokens)))
+    assert tree.num_nodes == 1
+    tree.check()
+    assert tree.lock(old).length == 150  # the very pages it found, in other nodes
+    assert tree.match(tokens).page_ids.tolist() == list(range(1, 201))
+
+
+def test_halves_stay_apart_while_something_tells_them_apart(kind: Any) -> None:
+    tree = kind(1)
+    tree.insert([1, 2, 3, 4], [11, 12, 13, 14])
+    tree.insert([1, 2, 9], [11, 12, 19])  # a branch
+    tree.release(tree.lock(tree.match([1, 2, 3, 4])))
+    assert runs(tree) == [(0, 2), (2, 4), (2, 3)]
+    assert tree.evict(1).page_ids.tolist() == [19]
+    lease = tree.lock(tree.match([1, 2]))
+    tree.insert([1, 2, 3, 4], [11, 12, 13, 14])  # a lease on the upper half
+    assert runs(tree) == [(0, 2), (2, 4)]
+    tree.release(lease)  # the upper half was used later than the lower
+    assert runs(tree) == [(0, 2), (2, 4)]
+    tree.insert([1, 2, 3, 4, 5], [11, 12, 13, 14, 15])
+    assert runs(tree) == [(0, 5)]
+    tree.check()

@@ -1,4 +1,4 @@
-"""The names of public designs, one thin file each, over the parts of the house.
+"""The names of public designs, one thin file or folder a contract, over the parts of the house.
 
 Nothing inside the house imports this; `pagoda` re-exports all of it.
 """
@@ -15,17 +15,18 @@ from pagoda.compat.pools import (
 from pagoda.compat.radix import (
     BaseCacheHandle,
     BaseCacheManager,
+    CacheManager,
     RadixCacheHandle,
     RadixCacheManager,
+    RadixTreeNode,
+    Request,
     SizeInfo,
-)
-from pagoda.compat.radix_picture import RadixTreeNode, format_radix_tree, print_radix_tree
-from pagoda.compat.radix_requests import CacheManager, Request
-from pagoda.compat.radix_sizing import (
     create_page_table,
     find_first_diff_pos,
+    format_radix_tree,
     get_mha_cache_per_page,
     get_num_pages_for_kv_cache,
+    print_radix_tree,
 )
 from pagoda.compat.slot_prefixes import PrefixCacheManager
 from pagoda.compat.slots import SlotAllocator

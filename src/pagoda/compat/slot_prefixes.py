@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagoda.compat.tokens import host_tokens
+from pagoda.compat.tokens import HostTokens, host_tokens, require_range
 from pagoda.errors import ArgumentError, CapacityError, InvariantError, OutOfRangeError
 from pagoda.pools.arguments import AnyIds, count, number
 from pagoda.tree import Lease, PrefixTree
@@ -87,11 +87,14 @@ class PrefixCacheManager:
         ArgumentError, OutOfRangeError.
         """
         tokens = host_tokens(token_ids, "token_ids")
-        with self._lock, self._tree.lock(self._tree.match(tokens)) as lease:
-            if lease.length == 0:
-                return MISS
-            slot, version = (int(self._tree.page_ids(lease, column)[-1]) - 1 for column in (0, 1))
-            return lease.length, slot, version
+        with self._lock:
+            found = self._tree.match(tokens)
+            with self._tree.lock(found) as lease:
+                length = lease.length  # shorter, if a finalizer evicted in between
+        if length == 0:
+            return MISS
+        slot, version = (int(column[length - 1]) - 1 for column in found.columns)
+        return length, slot, version
 
     def find_valid(self, token_ids: AnyIds, slots: Versions) -> tuple[int, int, int]:
         """As `find`, but the longest prefix whose slot still has the version it had when it was inserted.
@@ -137,7 +140,9 @@ class PrefixCacheManager:
 
         Cost: O(tokens). Errors: ArgumentError, OutOfRangeError.
         """
-        key = _digest(host_tokens(token_ids, "token_ids"))
+        tokens = host_tokens(token_ids, "token_ids")
+        require_range(tokens, 0, 2**31 - 1, "token_ids", "tokens")
+        key = _digest(tokens)
         with self._lock:
             leases = self._references.get(key)
             if not leases:
@@ -149,7 +154,7 @@ class PrefixCacheManager:
             is_news = self._evict_excess()
         self._warn_if(is_news)
 
-    def _refer(self, tokens: npt.NDArray[np.int32], lease: Lease) -> None:
+    def _refer(self, tokens: HostTokens, lease: Lease) -> None:
         key = _digest(tokens)
         while True:
             leases = self._references.setdefault(key, [])
@@ -183,7 +188,8 @@ class PrefixCacheManager:
 
         `kv_cache` is (k_cache, v_cache), each [slot, position, layer, heads, dim]. Nothing happens for a
         sequence that is not cached. Cost: O(tokens) on the host and one copy a tensor. Errors:
-        ArgumentError for a cache of too few positions or layers, OutOfRangeError for a slot that it has not.
+        ArgumentError for a cache of too few positions or layers, or whose entries share memory;
+        OutOfRangeError for a slot that it has not. Neither tensor is written then.
         """
         tokens = host_tokens(token_ids, "token_ids")
         target, num_layers = number(target_slot, "target_slot"), number(n_layers, "n_layers")
@@ -202,7 +208,7 @@ class PrefixCacheManager:
                 )
         if slot == target:
             return
-        with torch.no_grad():
+        with torch.inference_mode():  # caches made under it cannot be written otherwise
             for cache in caches:
                 cache[target, : tokens.size, :num_layers] = cache[slot, : tokens.size, :num_layers]
 
@@ -229,8 +235,8 @@ class PrefixCacheManager:
                 )
 
 
-def _digest(tokens: npt.NDArray[np.int32]) -> bytes:
-    return blake2b(tokens.tobytes(), digest_size=16).digest()
+def _digest(tokens: HostTokens) -> bytes:
+    return blake2b(tokens.astype(np.int32, copy=False).data, digest_size=16).digest()
 
 
 def _entry_id(value: Any, name: str) -> int:
@@ -256,6 +262,12 @@ def _require_caches(kv_cache: Any, num_layers: int) -> list[torch.Tensor]:
     caches = list(kv_cache) if isinstance(kv_cache, (tuple, list)) else []
     if len(caches) != 2 or not all(isinstance(it, torch.Tensor) and it.dim() >= 3 for it in caches):
         raise ArgumentError("kv_cache: give (k_cache, v_cache), each [slot, position, layer, heads, dim]")
+    for cache in caches:
+        if cache.layout != torch.strided:
+            raise ArgumentError(f"kv_cache: give dense tensors, not {cache.layout}")
+        axes = zip(cache.shape, cache.stride(), strict=True)
+        if any(size > 1 and stride == 0 for size, stride in axes):
+            raise ArgumentError("kv_cache: entries of an expanded tensor share memory: give one of its own")
     if any(num_layers > cache.shape[2] for cache in caches):
         raise ArgumentError(f"n_layers: kv_cache has {min(cache.shape[2] for cache in caches)} layers")
     return caches

@@ -33,6 +33,7 @@ class Node:
         self.by_first: dict[tuple[Element, ...], Node] = {}
         self.checkpoints: dict[int, int] = {}  # length → state id, begin < length <= end
         self.leases = 0
+        self.family = object()  # of the run it is a part of: both halves of a split have the same
         self.trimmed = False  # lost its tail: never grows again
         self.is_dropped = False  # of a root
 
@@ -152,7 +153,7 @@ class Forest:
         assert parent is not None
         assert 0 < num_pages < len(node.pages)
         upper = Node(self.number(), parent, node.namespace, node.begin, node.used)
-        upper.leases, upper.trimmed = node.leases, True
+        upper.leases, upper.trimmed, upper.family = node.leases, True, node.family
         upper.pages, node.pages = node.pages[:num_pages], node.pages[num_pages:]
         node.begin = self.end(upper)
         for length in [length for length in node.checkpoints if length <= node.begin]:
@@ -165,6 +166,27 @@ class Forest:
         if node in self.order:
             self.order.insert(self.order.index(node) + 1, upper)
         return upper
+
+    def rejoin(self, node: Node) -> None:
+        """Joins halves of a run again, from a node upwards, where nothing tells them apart any more."""
+        while node.parent is not None and node.leases == 0:
+            upper = node.parent
+            if upper.parent is None or upper.leases > 0 or upper.used != node.used:
+                return
+            if len(upper.children) == 1 and upper.family is node.family:
+                self.join(upper, node)
+            else:
+                node = upper
+
+    def join(self, upper: Node, node: Node) -> None:
+        """The lower half becomes the whole."""
+        parent = upper.parent
+        assert parent is not None
+        node.pages, node.begin, node.parent = upper.pages + node.pages, upper.begin, parent
+        node.checkpoints |= upper.checkpoints
+        parent.children[parent.children.index(upper)] = node
+        parent.by_first[node.pages[0].elements] = node
+        self.order.remove(upper)
 
     def split_at(self, node: Node, length: int) -> Node:
         """The node on the path up from this one that ends at a length, cut there if need be."""

@@ -210,6 +210,7 @@ class PrefixTwin:
         forest.chill(tail)
         if is_dropped:
             forest.bury(path)
+        forest.rejoin(lease._node)
         forest.tidy(path[-1])
         lease._held = False
         del self._leases[lease.number]
@@ -277,12 +278,13 @@ class PrefixTwin:
         if last is not None:
             reach = last.pages_to_end()[: base // size + to]
             length = forest.usable(reach, last.checkpoints_to_end())
-            ends_at = forest.split_at(last, length)
             if lease is not None:
-                self._move(lease, ends_at, length, now)
+                self._move(lease, forest.split_at(last, length), length, now)
             # What is stored makes all above it as hot as itself: a child is never hotter than its parent.
             if lease is None or to > matched:
-                forest.touch((last if to > matched else ends_at).path(), now)
+                used = last if to > matched else forest.split_at(last, length)
+                forest.touch(used.path(), now)
+                forest.rejoin(used)
         self._bulletin.deliver()
         states = as_array([state for _, state in taken])
         return Inserted(base + matched * size, base + to * size, length, filled, states)
@@ -358,6 +360,8 @@ class PrefixTwin:
         new = [Page(it, list(ids)) for it, *ids in zip(pages, *columns, strict=False)]
         for page, (node, index) in zip(new, places, strict=True):
             node.pages[index] = page
+        for node, _ in path:
+            node.family = object()
         if places:
             self._bulletin.tell_all(Removed, name, old)
             self._bulletin.tell_all(Stored, name, new)

@@ -7,16 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagoda.compat.radix import BaseCacheHandle, RadixCacheHandle, RadixCacheManager
+from pagoda.compat.radix.answers import Answer
+from pagoda.compat.radix.interface import BaseCacheHandle
+from pagoda.compat.radix.manager import RadixCacheHandle, RadixCacheManager
 from pagoda.compat.tokens import host_pages, host_tokens
-from pagoda.errors import ArgumentError, CapacityError, ConfigError
+from pagoda.compat.tokens import require_range as require_token_range
+from pagoda.errors import ArgumentError, CapacityError, ConfigError, NotHeldError, OutOfRangeError
 from pagoda.ids import FreeList
-from pagoda.pools.arguments import AnyIds, count, host_ids, number, refuse_capture, require_range
+from pagoda.pools.arguments import (
+    AnyIds,
+    count,
+    host_ids,
+    number,
+    refuse_capture,
+    require_range,
+    resolve_device,
+)
 
 __all__ = ["CacheManager", "Request"]
 
@@ -44,8 +56,8 @@ class CacheManager:
     """Hands out the slots of pages 1 … num_pages, and caches what finished requests leave.
 
     Slots of page k are k * page_size … (k + 1) * page_size − 1; page 0 is padding. `manager` is the tree:
-    what is inserted there is no longer handed out, what is evicted there is. Call it between captures.
-    Several threads may call it.
+    what is inserted there is no longer handed out, what is evicted there is, and a `reset` there makes
+    what was cached free. Call it between captures. Several threads may call it.
 
     Errors: ConfigError for sizes that are not positive or pass int32, or for a device that is not there.
     """
@@ -55,11 +67,10 @@ class CacheManager:
         if (self.num_pages + 2) * self.page_size > 2**31:
             raise ConfigError("num_pages: slots pass 2^31: give fewer")
         self._pages = FreeList(self.num_pages, what="pages")
-        self.manager = RadixCacheManager(device, self.page_size)
-        self.manager._pages.source = self._pages
-        self.device = device
+        self.manager = RadixCacheManager(device, self.page_size, source=self._pages)
+        self.device, self._device = device, resolve_device(device)
         # The tree's own: a call of `manager` never comes in the middle of one here.
-        self._lock, self._staging = self.manager._lock, self.manager._staging
+        self._lock = self.manager.mutex
 
     @property
     def available_size(self) -> int:
@@ -74,10 +85,11 @@ class CacheManager:
         """
         if not hasattr(req, "input_ids"):
             raise ArgumentError(f"req: give a Request, not {type(req).__name__}")
-        refuse_capture(self._staging.device, "match_req")
+        refuse_capture(self._device, "match_req")
         tokens = host_tokens(req.input_ids, "input_ids")
         if tokens.size == 0:
             raise ArgumentError("input_ids: give at least one token, of which something can be computed")
+        require_token_range(tokens[-1:], 0, 2**31 - 1, "the last of input_ids", "tokens")
         return self.manager.match_prefix(tokens[:-1])
 
     def lock(self, handle: BaseCacheHandle | None) -> None:
@@ -88,33 +100,59 @@ class CacheManager:
         """Take back one lock of a handle. Cost and errors: `RadixCacheManager.lock_handle`."""
         self.manager.lock_handle(handle, unlock=True)
 
-    def allocate(self, needed_len: int) -> torch.Tensor:
+    def allocate(self, needed_len: int, after: int | torch.Tensor | None = None) -> torch.Tensor:
         """needed_len slots, [needed_len] int32 on `device`: whole pages are taken, cold prefixes evicted.
 
-        The caller holds the pages. Cost O(needed_len) on the host and one copy that nobody waits for.
-        Errors: CapacityError with what was asked, what is available and the total, and nothing is evicted;
-        ArgumentError; CaptureError. Where the device has no memory for the answer, what was evicted
-        stays so, and is free.
-        """
-        refuse_capture(self._staging.device, "allocate")
-        slots = self.allocate_host(needed_len)
-        try:
-            return self._staging.send(slots)[0]
-        except BaseException:  # no memory on the device, Ctrl-C
-            self._pages.free(slots[:: self.page_size] // self.page_size)
-            raise
+        The caller holds the pages, the rest of the last one too. A request that grows gives its last slot
+        as `after`: the rest of that page comes first, then new pages. So an engine calls::
 
-    def allocate_host(self, needed_len: int) -> npt.NDArray[np.int32]:
+            slots = cat([indices, allocate(input_len - cached_len)])          for the input
+            slots = cat([slots, allocate(1, after=slots[-1])])                for each token that it generates
+
+        Cost O(needed_len) on the host and one copy that nobody waits for; `after` in a device tensor costs
+        one synchronisation. Errors: CapacityError with what was asked, what is available and the total;
+        NotHeldError, OutOfRangeError for a last slot that is not handed out; ArgumentError; CaptureError.
+        Nothing is evicted then, nor where there is no memory for the answer.
+        """
+        refuse_capture(self._device, "allocate")
+        wanted, last = _growth(needed_len, after)
+        self._require_available(wanted, last)
+        # Memory comes first, and without our lock: a finalizer in another thread may wait for that.
+        answer = Answer(wanted, self._device)
+        answer.room[:] = self._allocate(wanted, last)
+        return answer.send()
+
+    def allocate_host(self, needed_len: int, after: int | torch.Tensor | None = None) -> npt.NDArray[np.int32]:
         """As `allocate`, but [needed_len] int32 on the host: no device is touched."""
-        wanted = number(needed_len, "needed_len")
+        return self._allocate(*_growth(needed_len, after))
+
+    def _allocate(self, wanted: int, last: int | None) -> npt.NDArray[np.int32]:
+        size = self.page_size
         with self._lock:
-            available = self.available_size
-            if wanted > available:
-                raise CapacityError("slots", wanted, available, self.num_pages * self.page_size)
-            num_missing = -(-wanted // self.page_size) - self._pages.num_free
+            room = self._require_available(wanted, last)
+            old_len = 0 if last is None else size - room  # in the last page; those before do not matter
+            num_missing = -(-(wanted - room) // size) - self._pages.num_free
             if num_missing > 0:
-                self._pages.free(self.manager._evict(num_missing * self.page_size))
-            return self._pages.grow([0], [wanted], [0], self.page_size)
+                self._pages.free_slots(self.manager.evict_host(num_missing * size), size)
+            return self._pages.grow([old_len], [old_len + wanted], [last or 0], size)
+
+    def _require_available(self, wanted: int, last: int | None) -> int:
+        """The room in the page of a last slot; an error unless so many slots can be had behind it."""
+        size = self.page_size
+        with self._lock:
+            room = 0
+            if last is not None:
+                page, room = last // size, size - 1 - last % size
+                if not 1 <= page <= self.num_pages:
+                    shown = min(last, 10**18)
+                    raise OutOfRangeError(f"after = {shown}: there is no page {shown // size}", last, 0)
+                # What was matched ends with its page, the tree's, and needs no room in it.
+                if not self._pages.is_held(page) or (room and self.manager.owns(page)):
+                    raise NotHeldError(f"after = {last}: page {page} is not handed out", last, 0)
+            available = self.available_size + room
+            if wanted > available:
+                raise CapacityError("slots", wanted, available, self.num_pages * size)
+            return room
 
     def free(self, indices: AnyIds) -> None:
         """Give back slots that are handed out: with page_size > 1 the pages they name, each once.
@@ -131,7 +169,7 @@ class CacheManager:
             pages, first = np.unique(pages, return_index=True)
             positions = first.tolist()
         with self._lock:
-            self.manager._pages.require_outside(pages, positions)
+            self.manager.require_handed_out(pages, positions)
             self._pages.free(pages)
 
     def free_and_cache_finished_req(
@@ -152,26 +190,13 @@ class CacheManager:
         that are not those of the handle, or in no pages; NotHeldError for slots that are not handed out and
         for a handle that is not locked; DoubleFreeError, OutOfRangeError, StaleError. Nothing changes then.
         """
-        size, tree = self.page_size, self.manager
         tokens = host_tokens(input_ids, "input_ids")
-        pages = host_pages(indices, tokens.size, size, "indices")
+        pages = host_pages(indices, tokens.size, self.page_size, "indices")
         with self._lock:
-            handle = None if old_handle is None else tree._own(old_handle)
-            lease = None if handle is None else tree._lease(handle)
-            old = 0
-            if handle is not None:
-                old = handle.cached_len // size
-                is_same = np.array_equal(tokens[: handle.cached_len], handle._tokens)
-                if not is_same or not np.array_equal(pages[:old], handle._pages):
-                    raise ArgumentError("old_handle: input_ids and indices do not begin as what it matched")
-            tree._pages.require_outside(pages[old:], range(old * size, tokens.size, size))
-            cached, whole = tree._insert(tokens, pages, lease) // size, tokens.size // size
-            self._pages.free(np.concatenate([pages[old:cached], pages[whole:]]))
-            if handle is not None:
-                tree._release(handle)
+            self._pages.free(self.manager.finish(old_handle, tokens, pages))
 
     def reset(self) -> None:
-        """Make every page free; what was cached, locked or handed out is void. O(nodes + pages / 64)."""
+        """Make every page free; what was cached, locked or handed out is void. O(nodes + pages)."""
         with self._lock:
             self.manager.reset()
             self._pages.reset()
@@ -179,3 +204,7 @@ class CacheManager:
     def check(self) -> None:
         """Verify invariants 1 to 4, 7, 13 and the tree's. Cost: a walk over it. Errors: InvariantError."""
         self.manager.check()
+
+
+def _growth(needed_len: Any, after: Any) -> tuple[int, int | None]:
+    return number(needed_len, "needed_len"), None if after is None else number(after, "after")

@@ -11,6 +11,8 @@ In: a `PrefixTree`; out: `RadixTreeNode`, which nobody can change, and text::
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,11 +21,13 @@ from pagoda.errors import ArgumentError
 from pagoda.pools.arguments import number
 from pagoda.tree import NodeView, PrefixTree
 
-__all__ = ["RadixTreeNode", "format_radix_tree", "print_radix_tree", "radix_nodes"]
+__all__ = ["RadixTreeNode", "format_radix_tree", "print_radix_tree", "radix_root"]
 
 MAX_TEXT = 30  # characters of a node's tokens, and of its slots
 MORE = "..."
 NO_BOUND = 2**31 - 1
+ROOT = 0  # the root's number, empty or not; those of the tree's nodes begin at 1
+PLAIN = str.maketrans({"├": "|", "└": "`", "│": "|", "─": "-"})  # for streams without box drawing
 
 
 class RadixTreeNode:
@@ -39,8 +43,8 @@ class RadixTreeNode:
 
     @property
     def uuid(self) -> int:
-        """A number of its own, never used again. O(1)."""
-        return self._view.number
+        """A number of its own, never used again; the root's is 0 for ever. O(1)."""
+        return ROOT if self._parent is None else self._view.number
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
@@ -89,12 +93,12 @@ class RadixTreeNode:
         return f"RadixTreeNode({_line(self, True, True)})"
 
 
-def radix_nodes(tree: PrefixTree) -> list[RadixTreeNode]:
-    """All nodes of a tree whose page ids are page + 1, the root first. O(tokens)."""
+def radix_root(tree: PrefixTree) -> RadixTreeNode:
+    """The root of a tree whose page ids are page + 1, and all nodes below it. O(tokens)."""
     views = tree.nodes(max_nodes=NO_BOUND, max_tokens=NO_BOUND)
     if not views:
         nothing = np.zeros(0, dtype=np.int32)
-        views = [NodeView(0, None, b"", False, 0, 0, 0, nothing, (nothing,), 0, 0, 0, ())]
+        views = [NodeView(ROOT, None, b"", False, 0, 0, 0, nothing, (nothing,), 0, 0, 0, ())]
     nodes: dict[int, RadixTreeNode] = {}
     children: dict[int, list[RadixTreeNode]] = {}
     for view in views:
@@ -105,7 +109,7 @@ def radix_nodes(tree: PrefixTree) -> list[RadixTreeNode]:
             children.setdefault(view.parent, []).append(node)
     for at, below in children.items():
         nodes[at]._children = tuple(below)
-    return list(nodes.values())
+    return nodes[views[0].number]
 
 
 def format_radix_tree(
@@ -144,8 +148,16 @@ def format_radix_tree(
 def print_radix_tree(
     root: RadixTreeNode, max_depth: int = 10, show_ref_count: bool = True, show_timestamp: bool = False
 ) -> None:
-    """Print what `format_radix_tree` gives; arguments, cost and errors are its own."""
-    print(format_radix_tree(root, max_depth, show_ref_count, show_timestamp))
+    """Print what `format_radix_tree` gives; arguments, cost and errors are its own.
+
+    Where the stream has no box drawing, ASCII stands for it.
+    """
+    text = format_radix_tree(root, max_depth, show_ref_count, show_timestamp)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = text.translate(PLAIN)
+    print(text)
 
 
 def _line(node: RadixTreeNode, show_ref_count: bool, show_timestamp: bool) -> str:
