@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <memory>
 
 #include "bind/arrays.hpp"
 #include "bind/module.hpp"
@@ -17,34 +16,6 @@ namespace {
 
 constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxCount = std::numeric_limits<int64_t>::max() / 2;
-
-// pagoda.Match. Its arrays are made when they are asked for: a queue is matched for its lengths.
-struct FoundMatch {
-  int64_t tree;
-  Match match;
-  int64_t num_pages;
-  int num_columns;
-  std::unique_ptr<int32_t[]> page_ids;  // [num_columns * num_pages]
-};
-
-// pagoda.Lease
-struct HeldLease {
-  nb::object owner;
-  Tree* tree;
-  LeaseId id;
-  int64_t length;  // when it was released
-  bool is_released;
-};
-
-// pagoda.Inserted
-struct InsertedPages : Inserted {
-  int num_columns = 0;
-};
-
-// pagoda.Freed
-struct FreedIds {
-  nb::object page_ids, columns, state_ids;
-};
 
 // Finds what keeps objects alive, for the garbage collector.
 int traverse_tree(PyObject* self, visitproc visit, void* arg) {
@@ -62,34 +33,9 @@ int clear_tree(PyObject* self) {
   return 0;
 }
 
-int traverse_lease(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<HeldLease>(self)->owner.ptr());
-  return 0;
-}
-
-// A lease that is collected is never asked anything again: it may forget its tree.
-int clear_lease(PyObject* self) {
-  if (nb::inst_ready(self)) nb::object owner = std::move(nb::inst_ptr<HeldLease>(self)->owner);
-  return 0;
-}
-
 PyType_Slot tree_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_tree)},
                             {Py_tp_clear, reinterpret_cast<void*>(clear_tree)},
                             {0, nullptr}};
-PyType_Slot lease_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_lease)},
-                             {Py_tp_clear, reinterpret_cast<void*>(clear_lease)},
-                             {0, nullptr}};
-
-// A Python object around a T that is made in place.
-template <typename T>
-std::pair<nb::object, T*> make() {
-  nb::object object = nb::inst_alloc(nb::type<T>());
-  T* made = new (nb::inst_ptr<void>(object)) T();
-  nb::inst_mark_ready(object);
-  return {std::move(object), made};
-}
-
 void construct(Tree* self, nb::handle page_size, nb::handle windows, nb::handle states, nb::handle capacity) {
   to_config([&] {
     const int64_t size = to_int(page_size, "page_size", 1, kMaxId);
@@ -142,17 +88,6 @@ nb::object match_one(const Tree& self, nb::handle tokens, nb::handle space, nb::
     }
   }
   return std::move(object);
-}
-
-nb::object column_of(nb::handle object, int column) {
-  const FoundMatch& self = *nb::inst_ptr<FoundMatch>(object);
-  return view_int32(object, self.page_ids.get() + column * self.num_pages, self.num_pages);
-}
-
-nb::object columns_of(nb::handle object) {
-  nb::list columns;
-  for (int c = 0; c < nb::inst_ptr<FoundMatch>(object)->num_columns; ++c) columns.append(column_of(object, c));
-  return nb::tuple(columns);
 }
 
 // The prompts of a queue, each with its namespace and extra keys.
@@ -211,20 +146,7 @@ nb::object lock(nb::handle owner, nb::handle match) {
   return std::move(object);
 }
 
-void release(Tree& self, nb::handle value) {
-  HeldLease& lease = to_lease(self, value);
-  if (lease.is_released) {
-    throw BadId{IdFault::kDoubleFree, lease.id.number, 0, "lease " + text(lease.id.number) + " was released before"};
-  }
-  lease.length = self.core.length(lease.id);
-  self.core.release(lease.id);
-  lease.is_released = true;
-}
-
-void leave(nb::handle self, nb::args) {
-  HeldLease& lease = *nb::inst_ptr<HeldLease>(self);
-  if (!lease.is_released && lease.tree->core.is_held(lease.id)) release(*lease.tree, self);
-}
+void release(Tree& self, nb::handle value) { release_lease(self, to_lease(self, value)); }
 
 // ── storing and removing ────────────────────────────────────────────────────────────────────────────
 
@@ -392,100 +314,10 @@ std::string repr(const Tree& self) {
          text(core.num_nodes()) + " runs of pages of " + text(core.page_size()) + ")";
 }
 
-void bind_values(nb::module_& m) {
-  nb::class_<FoundMatch>(m, "Match", R"(What was found: a value, which protects nothing and changes nothing.
-
-Lock it to use its pages. Made by `PrefixTree.match`.)")
-      .def_prop_ro(
-          "length", [](const FoundMatch& self) { return self.match.length; },
-          "Tokens of the longest usable prefix, whole pages. O(1).")
-      .def_prop_ro(
-          "found", [](const FoundMatch& self) { return self.match.found; },
-          "Tokens whose pages are there, usable or not: at least `length`. O(1).")
-      .def_prop_ro(
-          "page_ids", [](nb::handle self) { return column_of(self, 0); },
-          "The pages of column 0: [length / page_size] int32, holes -1. O(1).")
-      .def_prop_ro("columns", &columns_of, "The pages of every column, a tuple of arrays like `page_ids`. O(columns).")
-      .def_prop_ro(
-          "state_id",
-          [](const FoundMatch& self) -> nb::object {
-            return self.match.state_id < 0 ? nb::none() : nb::object(nb::int_(self.match.state_id));
-          },
-          "The state of the checkpoint at `length`; None without states, and at length 0. O(1).")
-      .def("__repr__", [](const FoundMatch& self) {
-        return "Match(" + text(self.match.length) + " of " + text(self.match.found) + " tokens found)";
-      });
-
-  nb::class_<HeldLease>(m, "Lease", nb::type_slots(lease_slots),
-                        R"(One held reference to a matched prefix: its pages stay until it is released.
-
-Made by `PrefixTree.lock`; as a context manager it releases itself at the end, if still held.)")
-      .def_prop_ro(
-          "length",
-          [](const HeldLease& self) {
-            const bool is_held = !self.is_released && self.tree->core.is_held(self.id);
-            return is_held ? self.tree->core.length(self.id) : self.length;
-          },
-          "Tokens it protects; once released, those it protected. O(1).")
-      .def_prop_ro(
-          "number", [](const HeldLease& self) { return self.id.number; }, "Its own, never used again. O(1).")
-      .def_prop_ro(
-          "is_held", [](const HeldLease& self) { return !self.is_released && self.tree->core.is_held(self.id); },
-          "Whether it was neither released nor ended by a reset. O(1).")
-      .def("__enter__", [](nb::object self) { return self; })
-      .def("__exit__", &leave)
-      .def("__repr__", [](const HeldLease& self) {
-        const bool is_held = !self.is_released && self.tree->core.is_held(self.id);
-        return "Lease(" + text(self.id.number) +
-               (is_held ? ", " + text(self.tree->core.length(self.id)) + " tokens)" : ", released)");
-      });
-
-  nb::class_<InsertedPages>(m, "Inserted", R"(What an insert found and what the tree took.
-
-The tree now owns the ids of pages from `present` to `stored`, those at `filled`, and `states`; all
-others are still the caller's.)")
-      .def_prop_ro(
-          "present", [](const InsertedPages& self) { return self.present; },
-          "Tokens that were there before, counted from the beginning. O(1).")
-      .def_prop_ro(
-          "stored", [](const InsertedPages& self) { return self.stored; }, "Tokens whose pages are there now. O(1).")
-      .def_prop_ro(
-          "length", [](const InsertedPages& self) { return self.length; },
-          "Tokens of the longest usable prefix; where the lease ends. O(1).")
-      .def_prop_ro(
-          "filled",
-          [](const InsertedPages& self) {
-            return to_tuple(self.filled.empty() ? std::vector<std::vector<int32_t>>(self.num_columns) : self.filled);
-          },
-          "Holes that were filled: a tuple of one int32 array of page numbers a column. Cost: their number.")
-      .def_prop_ro(
-          "states", [](const InsertedPages& self) { return to_array(self.states); },
-          "State ids that the tree took, int32. Cost: their number.")
-      .def("__repr__", [](const InsertedPages& self) {
-        return "Inserted(" + text(self.present) + " tokens present, " + text(self.stored) + " stored, " +
-               text(self.length) + " usable)";
-      });
-
-  nb::class_<FreedIds>(m, "Freed", "Ids that the tree gave back: the caller frees them.")
-      .def_prop_ro(
-          "page_ids", [](const FreedIds& self) { return self.page_ids; },
-          "Those of column 0: [n] int32, run after run. O(1).")
-      .def_prop_ro(
-          "columns",
-          [](const FreedIds& self) { return self.columns.is_valid() ? self.columns : nb::make_tuple(self.page_ids); },
-          "Those of every column, a tuple of arrays like `page_ids`. O(1).")
-      .def_prop_ro(
-          "state_ids", [](const FreedIds& self) { return self.state_ids.is_valid() ? self.state_ids : to_array({}); },
-          "Those of checkpoints, int32. O(1).")
-      .def("__repr__", [](const FreedIds& self) {
-        return "Freed(" + text(static_cast<int64_t>(nb::len(self.page_ids))) + " pages)";
-      });
-}
-
 }  // namespace
 
 void bind_prefix_tree(nb::module_& m) {
-  bind_values(m);
+  bind_tree_values(m);
   const nb::object plain = nb::bytes("", 0), none = nb::make_tuple();
   nb::class_<Tree>(m, "PrefixTree", nb::type_slots(tree_slots), nb::is_weak_referenceable(),
                    R"(What is already computed: tokens in, the ids of the pages that hold them out.

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <deque>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -26,6 +27,50 @@ struct Tree {
   std::deque<TreeEvent> news;  // not delivered yet
   bool is_delivering = false;
 };
+
+// ── what the tree's calls return ────────────────────────────────────────────────────────────────────
+
+// pagoda.Match. Its arrays are made when they are asked for: a queue is matched for its lengths.
+struct FoundMatch {
+  int64_t tree;
+  Match match;
+  int64_t num_pages;
+  int num_columns;
+  std::unique_ptr<int32_t[]> page_ids;  // [num_columns * num_pages]
+};
+
+// pagoda.Lease
+struct HeldLease {
+  nb::object owner;
+  Tree* tree;
+  LeaseId id;
+  int64_t length;  // when it was released
+  bool is_released;
+};
+
+// pagoda.Inserted
+struct InsertedPages : Inserted {
+  int num_columns = 0;
+};
+
+// pagoda.Freed
+struct FreedIds {
+  nb::object page_ids, columns, state_ids;
+};
+
+// A Python object around a T that is made in place.
+template <typename T>
+std::pair<nb::object, T*> make() {
+  nb::object object = nb::inst_alloc(nb::type<T>());
+  T* made = new (nb::inst_ptr<void>(object)) T();
+  nb::inst_mark_ready(object);
+  return {std::move(object), made};
+}
+
+// Gives a lease back, once.
+void release_lease(Tree& tree, HeldLease& lease);
+
+void bind_tree_values(nb::module_& m);
 
 // Hands the events of a call that is done to the listeners. Their exceptions are reported, not raised.
 void deliver(Tree& tree);

@@ -16,6 +16,7 @@ from pagoda import (
     BaseCacheManager,
     CapacityError,
     ConfigError,
+    InvariantError,
     NotHeldError,
     RadixCacheHandle,
     RadixCacheManager,
@@ -48,6 +49,39 @@ def test_the_interface_is_abstract_and_the_radix_cache_is_one() -> None:
         BaseCacheManager()  # type: ignore[abstract]
     for name in ("match_prefix", "lock_handle", "insert_prefix", "evict", "reset", "size_info"):
         assert name in BaseCacheManager.__abstractmethods__
+
+
+class Smallest(BaseCacheManager):
+    """Exactly the names of the contract: a cache of nothing."""
+
+    sizes = SizeInfo(0, 0)
+
+    def match_prefix(self, input_ids: Any) -> tuple[BaseCacheHandle, torch.Tensor]:
+        return BaseCacheHandle(0), torch.zeros(0, dtype=torch.int32)
+
+    def lock_handle(self, handle: BaseCacheHandle | None, unlock: bool = False) -> None: ...
+
+    def insert_prefix(self, input_ids: Any, indices: Any) -> int:
+        return 0
+
+    def evict(self, size: int) -> torch.Tensor:
+        raise CapacityError("evictable tokens", size, 0, 0)
+
+    def reset(self) -> None: ...
+
+    @property
+    def size_info(self) -> SizeInfo:
+        return self.sizes
+
+
+def test_a_cache_with_the_names_of_the_contract_is_one() -> None:
+    made = Smallest()
+    made.check()
+    assert made.match_prefix([1])[0].cached_len == made.insert_prefix([1], [1]) == 0
+    for wrong in (SizeInfo(-1, 2), SizeInfo(2, -1)):
+        made.sizes = wrong
+        with pytest.raises(InvariantError):
+            made.check()
 
 
 def test_a_handle_has_a_length_that_cannot_be_changed() -> None:

@@ -250,22 +250,111 @@ def test_what_is_no_length_is_refused(cache: CacheManager, bad: Any) -> None:
     assert cache.available_size == NUM_PAGES * cache.page_size
 
 
-def test_pages_come_back_when_the_answer_cannot_be_sent(
-    cache: CacheManager, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_without_memory_for_the_answer_nothing_is_allocated(
+    cache: CacheManager, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     size = cache.page_size
     run(cache, tokens_of(range(18), size))
+    before = seen(cache)
 
-    def fail(*arrays: Any) -> Any:
-        raise torch.OutOfMemoryError("no memory for the answer")
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(cache._staging, "send", fail)
-        with pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(torch, "empty", fail)
+        with pytest.raises(error):
             cache.allocate(3 * size + 1)
-    assert cache.available_size == NUM_PAGES * size
+        with pytest.raises(error):
+            cache.manager.evict(size)
+        with pytest.raises(CapacityError):  # before any memory is asked for
+            cache.allocate(2**60)
+    assert seen(cache) == before
     cache.check()
+    with pytest.raises(NotHeldError):
+        cache.free(slots_of([18], size))  # what would have been evicted is the tree's
     assert len(cache.allocate(NUM_PAGES * size)) == NUM_PAGES * size
+    cache.check()
+
+
+# --- allocate: a request grows
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_growth_fills_the_last_page_first(cache: CacheManager, on_host: bool) -> None:
+    size = cache.page_size
+    allocate: Any = cache.allocate_host if on_host else cache.allocate
+    slots = allocate(size + 1).tolist()
+    for length in (1, 1, size, 3 * size + 1, 0):
+        slots += allocate(length, after=slots[-1]).tolist()
+    num_pages = -(-len(slots) // size)
+    assert slots == slots_of(range(1, num_pages + 1), size)[: len(slots)]
+    assert cache.available_size == (NUM_PAGES - num_pages) * size
+    cache.check()
+
+
+def test_growth_takes_the_last_slot_in_a_tensor(cache: CacheManager) -> None:
+    slots = cache.allocate(cache.page_size + 1)
+    more = cache.allocate(2, after=slots[-1])
+    assert more.tolist() == slots_of(range(2, 5), cache.page_size)[1:3]
+
+
+def test_growth_behind_what_was_matched_begins_a_page(cache: CacheManager) -> None:
+    size = cache.page_size
+    tokens = tokens_of([1, 2], size)
+    run(cache, tokens)
+    handle, indices = cache.match_req(request_of([*tokens, 7]))
+    cache.lock(handle)
+    assert cache.allocate(1, after=indices[-1]).tolist() == [3 * size]
+    cache.check()
+
+
+def test_growth_evicts_as_needed_and_no_more(cache: CacheManager) -> None:
+    size = cache.page_size
+    run(cache, tokens_of(range(15), size))
+    slots = cache.allocate(5 * size - size // 2).tolist()  # all that was free
+    assert len(cache.allocate(size // 2, after=slots[-1])) == size // 2
+    assert cache.manager.size_info.total_size == 15 * size
+    last = 20 * size + size - 1
+    assert cache.allocate(size + 1, after=last).tolist() == slots_of([14, 15], size)[: size + 1]
+    assert cache.manager.size_info.total_size == 13 * size
+    cache.check()
+
+
+def test_growth_is_all_or_nothing(cache: CacheManager) -> None:
+    size = cache.page_size
+    run(cache, tokens_of(range(8), size))
+    slots = cache.allocate(1).tolist()
+    room, before = size - 1, seen(cache)
+    available = cache.available_size + room
+    for wanted in (available + 1, 2**31, 2**100):
+        with pytest.raises(CapacityError) as error:
+            cache.allocate(wanted, after=slots[-1])
+        assert (error.value.wanted, error.value.free) == (wanted, available)
+        assert seen(cache) == before
+    assert len(cache.allocate(available, after=slots[-1])) == available
+    assert cache.available_size == 0
+    cache.check()
+
+
+def test_growth_behind_a_slot_that_is_not_handed_out_is_refused(cache: CacheManager) -> None:
+    size = cache.page_size
+    run(cache, tokens_of([1, 2], size))  # pages 1 and 2 are the tree's
+    before = seen(cache)
+    bad: dict[Any, type[Exception]] = {
+        0: OutOfRangeError,
+        21 * size: OutOfRangeError,
+        2**100: OutOfRangeError,
+    }
+    bad |= {3 * size: NotHeldError, -1: ArgumentError, 1.5: ArgumentError, "1": ArgumentError}
+    if size > 1:
+        bad |= {size: NotHeldError, 3 * size - 2: NotHeldError}  # inside the tree's pages
+    for after, error in bad.items():
+        for call in (cache.allocate, cache.allocate_host):
+            with pytest.raises(error):
+                call(1, after)
+            assert seen(cache) == before
+    cache.check()
 
 
 # --- free, and direct use of the tree
@@ -365,6 +454,33 @@ def test_reset_makes_everything_free(cache: CacheManager) -> None:
     cache.check()
     assert cache.allocate(NUM_PAGES * size).tolist() == slots_of(range(1, NUM_PAGES + 1), size)
     cache.check()
+
+
+def test_a_reset_of_the_tree_makes_what_was_cached_free(cache: CacheManager) -> None:
+    size = cache.page_size
+    run(cache, tokens_of([1, 2, 3], size))
+    tokens = tokens_of([1, 2, 7], size)
+    handle, indices = begin(cache, tokens)  # locked, and a page of its own
+    cache.manager.reset()
+    assert cache.manager.size_info == (0, 0)
+    assert cache.available_size == (NUM_PAGES - 1) * size
+    cache.check()
+    with pytest.raises(StaleError):
+        cache.unlock(handle)
+    cache.free(indices[2 * size :])
+    with pytest.raises(NotHeldError):
+        cache.free(indices[:1])
+    assert sorted(cache.allocate(NUM_PAGES * size).tolist()) == slots_of(range(1, NUM_PAGES + 1), size)
+    cache.check()
+
+
+def test_check_finds_a_page_that_waits_for_a_fence(cache: CacheManager) -> None:
+    cache.allocate(1)
+    cache.check()
+    cache._pages.free([1], fence=1)
+    with pytest.raises(InvariantError) as error:
+        cache.check()
+    assert error.value.number == 13
 
 
 def test_check_finds_a_page_that_is_free_and_in_the_tree(cache: CacheManager) -> None:

@@ -82,6 +82,44 @@ def test_a_tail_shorter_than_a_page_is_freed(device: str, page_size: int) -> Non
     cache.check()
 
 
+@pytest.mark.parametrize("num_generated", [0, 1, 7, 40])
+def test_a_request_that_generates_tokens_ends_and_leaks_nothing(
+    cache: CacheManager, num_generated: int
+) -> None:
+    """A decode loop: one slot a token, behind the last one."""
+    size = cache.page_size
+    cache = CacheManager(cache.device, 60, size)
+    for prompt in (tokens_of([1, 2], size), [*tokens_of([1, 2], size), 7, 8], [*tokens_of([1], size), 9]):
+        handle, slots = begin(cache, prompt)
+        tokens = list(prompt)
+        for token in range(num_generated):
+            slots = torch.cat([slots, cache.allocate(1, after=slots[-1])])
+            tokens.append(token)
+        own = len(tokens) - handle.cached_len
+        assert cache.manager.size_info.evictable_size + -(-own // size) * size <= 60 * size
+        assert len(set(slots.tolist())) == len(tokens)
+        cache.check()
+        cache.free_and_cache_finished_req(handle, tokens, slots)
+        assert cache.available_size == 60 * size
+        whole = len(tokens) // size * size
+        assert cache.manager.match_prefix(tokens)[0].cached_len == whole
+        cache.check()
+    assert sorted(cache.allocate(60 * size).tolist()) == slots_of(range(1, 61), size)
+
+
+@pytest.mark.parametrize("tail", [[13], [14, 13]], ids=str)
+def test_a_tail_inside_its_page_is_freed_with_it(device: str, tail: list[int]) -> None:
+    cache = CacheManager(device, NUM_PAGES, 4)
+    cache.allocate(12)  # pages 1, 2 and 3
+    tokens = range(8 + len(tail))
+    cache.free_and_cache_finished_req(None, tokens, [*slots_of([2, 1], 4), *tail])
+    assert (cache.available_size, cache.manager.size_info) == (NUM_PAGES * 4, (8, 0))
+    cache.check()
+    with pytest.raises(DoubleFreeError):  # a tail in a page of the rest
+        cache.free_and_cache_finished_req(None, range(50, 55), [*cache.allocate(4).tolist(), 12])
+    cache.check()
+
+
 def test_a_request_without_a_handle_ends_too(cache: CacheManager) -> None:
     size = cache.page_size
     tokens = tokens_of([1, 2], size)

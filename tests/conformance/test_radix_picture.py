@@ -1,6 +1,9 @@
 """contracts/radix.md: `root_node`, and the picture of it."""
 
 import inspect
+import io
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -93,12 +96,49 @@ def test_looking_changes_nothing(forked: RadixCacheManager) -> None:
     forked.check()
 
 
-def test_timestamps_are_a_counter_of_calls(forked: RadixCacheManager) -> None:
-    (stem,) = forked.root_node.children
-    nine, eighty_seven = stem.children
-    assert nine.timestamp < eighty_seven.timestamp == stem.timestamp  # the lock was the last call
-    forked.insert_prefix([1, 3, 6, 7, 9, 77], range(30, 36))
-    assert forked.root_node.children[0].children[0].timestamp > eighty_seven.timestamp
+def test_timestamps_are_a_counter_of_calls() -> None:
+    """Two managers, the same calls; one takes its time."""
+
+    def timestamps(pause_s: float) -> list[list[int]]:
+        manager, found = RadixCacheManager("cpu"), []
+        handle = None
+        for call in (
+            lambda: manager.insert_prefix([1, 3, 87], [1, 2, 3]),
+            lambda: manager.insert_prefix([1, 3, 9], [4, 5, 6]),
+            lambda: manager.lock_handle(handle),
+            lambda: manager.insert_prefix([5], [7]),
+            lambda: manager.lock_handle(handle, unlock=True),
+            lambda: manager.evict(1),
+        ):
+            handle = handle or manager.match_prefix([1, 3, 87])[0] if found else None
+            call()
+            time.sleep(pause_s)
+            found.append([node.timestamp for node in nodes_of(manager.root_node)])
+        return found
+
+    at_once = timestamps(0)
+    assert at_once == timestamps(0.01)
+    newest = [max(times) for times in at_once[:-1]]  # what an eviction leaves is not newer
+    assert newest == sorted(set(newest))  # every call that uses is later than the one before
+
+
+def test_the_root_has_one_number_and_nobody_else_has_it(device: str) -> None:
+    manager = RadixCacheManager(device)
+    numbers: list[set[int]] = []
+    for turn in range(3):
+        assert manager.root_node.uuid == 0  # empty
+        manager.insert_prefix([1, 2, 3], [4, 5, 6])
+        manager.insert_prefix([1, 2, 9], [7, 8, 9])
+        root = manager.root_node
+        assert root.uuid == 0
+        numbers.append({node.uuid for node in nodes_of(root)[1:]})
+        assert len(numbers[-1]) == 3
+        if turn:
+            manager.reset()
+        else:
+            manager.evict(4)
+    assert not (numbers[0] & numbers[1] or numbers[0] & numbers[2] or numbers[1] & numbers[2])
+    assert not any(0 in them for them in numbers)
 
 
 def test_a_deep_tree_can_be_looked_at(device: str) -> None:
@@ -130,7 +170,7 @@ def test_the_picture_of_a_forked_tree(forked: RadixCacheManager) -> None:
     heading, *lines = format_radix_tree(root).splitlines()
     assert heading == "Radix tree: 3 nodes, 8 tokens"
     assert lines == [
-        f"[R] #{root.uuid} tokens=[] slots=[] ref={root.ref_count}",
+        "[R] #0 tokens=[] slots=[] ref=1",
         f"└── #{stem.uuid} tokens=[1, 3, 6, 7] slots=[10, 11, 12, 13] ref=1",
         f"    ├── [L] #{nine.uuid} tokens=[9, 77] slots=[24, 25] ref=0",
         f"    └── [L] #{eighty_seven.uuid} tokens=[87, 66] slots=[14, 15] ref=1",
@@ -216,6 +256,20 @@ def test_print_prints_what_format_gives(
     for arguments in ((), (1,), (10, False), (10, True, True)):
         print_radix_tree(forked.root_node, *arguments)
         assert capsys.readouterr().out == format_radix_tree(forked.root_node, *arguments) + "\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_a_stream_without_box_drawing_gets_plain_characters(
+    forked: RadixCacheManager, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    print_radix_tree(forked.root_node)
+    stream.flush()
+    heading, *lines = raw.getvalue().decode(encoding).splitlines()
+    assert heading == "Radix tree: 3 nodes, 8 tokens"
+    assert [line.split("#")[0] for line in lines] == ["[R] ", "`-- ", "    |-- [L] ", "    `-- [L] "]
 
 
 @pytest.mark.parametrize(("root", "max_depth"), [(None, 10), ("tree", 10), (3, 10)])

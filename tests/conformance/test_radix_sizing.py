@@ -125,8 +125,66 @@ def test_the_first_difference_or_the_shorter_length(
             assert type(found) is int
 
 
-@pytest.mark.parametrize("bad", [3, None, [1.5], "12", torch.ones(2), torch.ones(2, 2, dtype=torch.int32)])
-def test_what_is_no_flat_tensor_of_integers_is_refused(bad: Any) -> None:
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int64,
+        torch.float32,
+        torch.bfloat16,
+        torch.complex64,
+    ],
+    ids=str,
+)
+def test_tensors_of_any_dtype_are_compared(device: str, dtype: torch.dtype) -> None:
+    left = torch.tensor([1, 0, 1, 1], dtype=dtype, device=device)
+    for position in range(4):
+        right = left.clone()
+        right[position] = 1 - int(left[position].real)
+        assert find_first_diff_pos(left, right) == position
+        assert find_first_diff_pos(left[:position], right) == position
+    assert find_first_diff_pos(left, left.clone()) == 4
+
+
+def test_fractions_are_not_cut_off() -> None:
+    assert find_first_diff_pos(torch.tensor([1.0, 1.5]), torch.tensor([1.0, 1.25])) == 1
+    assert find_first_diff_pos([0.5, 1.5], np.array([0.5, 1.25])) == 1
+    assert find_first_diff_pos(torch.ones(2, requires_grad=True), torch.ones(2)) == 2
+
+
+def test_integers_of_any_width_are_one_kind() -> None:
+    widths = (torch.uint8, torch.int16, torch.int32, torch.int64)
+    for one in widths:
+        for other in widths:
+            assert (
+                find_first_diff_pos(torch.tensor([1, 2], dtype=one), torch.tensor([1, 3], dtype=other)) == 1
+            )
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        3,
+        None,
+        [1.5],
+        "12",
+        [True, False],
+        [[1, 2]],
+        [[1], [2]],
+        [[1], [2, 3]],
+        torch.tensor(1),
+        torch.ones(2),
+        torch.ones(2, dtype=torch.bool),
+        torch.ones(2, 2, dtype=torch.int32),
+        torch.ones(2, dtype=torch.int32).to_sparse(),
+        torch.ones(2, dtype=torch.int32, device="meta"),
+    ],
+    ids=str,
+)
+def test_what_is_no_flat_tensor_of_the_same_kind_is_refused(bad: Any) -> None:
     for pair in ((bad, [1, 2]), ([1, 2], bad)):
         with pytest.raises(ArgumentError):
             find_first_diff_pos(*pair)
