@@ -47,7 +47,7 @@ void construct(Tree* self, nb::handle page_size, nb::handle windows, nb::handle 
 }
 
 HeldLease& to_lease(const Tree& tree, nb::handle value) {
-  if (!nb::isinstance<HeldLease>(value)) throw BadArgument("lease: give what lock returned");
+  if (!nb::isinstance<HeldLease>(value) || !nb::inst_ready(value)) throw BadArgument("lease: give what lock returned");
   HeldLease& lease = *nb::inst_ptr<HeldLease>(value);
   if (lease.tree != &tree) throw BadArgument("lease: this one is of another tree");
   return lease;
@@ -133,8 +133,9 @@ nb::object match_lengths(const Tree& self, nb::handle prompts, nb::handle namesp
 // ── leases ──────────────────────────────────────────────────────────────────────────────────────────
 
 nb::object lock(nb::handle owner, nb::handle match) {
-  Tree& self = *nb::inst_ptr<Tree>(owner);
-  if (!nb::isinstance<FoundMatch>(match)) throw BadArgument("match: give what match returned");
+  Tree& self = to_self<Tree>(owner);
+  if (!nb::isinstance<FoundMatch>(match) || !nb::inst_ready(match))
+    throw BadArgument("match: give what match returned");
   const FoundMatch& found = *nb::inst_ptr<FoundMatch>(match);
   if (found.tree != self.id) throw BadArgument("match: this one is of another tree");
   auto [object, made] = make<HeldLease>();
@@ -169,21 +170,26 @@ nb::object insert(Tree& self, nb::handle tokens, nb::handle page_ids, nb::handle
   return std::move(object);
 }
 
-nb::object carry_out(Tree& self, const PrefixTree::Sizes& sizes) {
+// A tuple of arrays. Making one may run the garbage collector, and with it any Python: the tree is not in the
+// middle of anything then.
+nb::object tuple_of(const std::vector<nb::object>& arrays) {
+  nb::list items;
+  for (const nb::object& array : arrays) items.append(array);
+  return nb::tuple(items);
+}
+
+// Plans a removal, makes room for what it frees, carries it out. Between plan and end nothing but plain arrays
+// is made.
+template <typename Plan>
+nb::object remove(Tree& self, Plan plan) {
   auto [object, made] = make<FreedIds>();
+  const PrefixTree::Sizes& sizes = plan();
+  std::vector<nb::object> arrays;
   std::vector<int32_t*> data;
-  auto first = new_int32(sizes.columns[0]);
-  data.push_back(first.data);
-  made->page_ids = std::move(first.array);
-  if (sizes.columns.size() > 1) {
-    nb::list columns;
-    columns.append(made->page_ids);
-    for (size_t c = 1; c < sizes.columns.size(); ++c) {
-      auto ids = new_int32(sizes.columns[c]);
-      data.push_back(ids.data);
-      columns.append(ids.array);
-    }
-    made->columns = nb::tuple(columns);
+  for (int64_t size : sizes.columns) {
+    auto ids = new_int32(size);
+    data.push_back(ids.data);
+    arrays.push_back(std::move(ids.array));
   }
   int32_t* states = nullptr;
   if (self.core.has_states()) {
@@ -192,21 +198,28 @@ nb::object carry_out(Tree& self, const PrefixTree::Sizes& sizes) {
     made->state_ids = std::move(ids.array);
   }
   self.core.carry_out(data, states);
+  made->page_ids = arrays[0];
+  if (arrays.size() > 1) made->columns = tuple_of(arrays);
   deliver(self);
   return std::move(object);
 }
 
 nb::object evict(Tree& self, nb::handle n, nb::handle column) {
   const int64_t tokens = to_int(n, "n", 0, kMaxCount);
-  return carry_out(self, self.core.plan_evict(tokens, to_column(self, column)));
+  const int which = to_column(self, column);
+  return remove(self, [&]() -> const auto& { return self.core.plan_evict(tokens, which); });
 }
 
 nb::object evict_states(Tree& self, nb::handle n) {
   if (!self.core.has_states()) throw BadArgument("this tree was made without states");
-  return carry_out(self, self.core.plan_evict_states(to_int(n, "n", 0, kMaxCount)));
+  const int64_t states = to_int(n, "n", 0, kMaxCount);
+  return remove(self, [&]() -> const auto& { return self.core.plan_evict_states(states); });
 }
 
-nb::object drop(Tree& self, nb::handle space) { return carry_out(self, self.core.plan_drop(to_space(space))); }
+nb::object drop(Tree& self, nb::handle space) {
+  const std::string_view name = to_space(space);
+  return remove(self, [&]() -> const auto& { return self.core.plan_drop(name); });
+}
 
 nb::object punch(Tree& self, nb::handle lease, nb::handle column, nb::handle end) {
   const int which = to_column(self, column);
@@ -222,15 +235,15 @@ nb::object replace(Tree& self, nb::handle tokens, nb::handle page_ids, nb::handl
   ColumnsArgument columns(page_ids, self.core.num_columns());
   const std::vector<Ids> ids = columns.borrow();
   const int64_t pages = self.core.plan_replace(sequence.borrow(), ids);
-  nb::list old;
+  std::vector<nb::object> old;
   std::vector<int32_t*> data;
   for (int c = 0; c < self.core.num_columns(); ++c) {
     auto array = new_int32(pages);
     data.push_back(array.data);
-    old.append(array.array);
+    old.push_back(std::move(array.array));
   }
-  nb::object result = nb::tuple(old);
   self.core.carry_out_replace(ids, data);
+  nb::object result = tuple_of(old);
   deliver(self);
   return result;
 }
@@ -270,9 +283,12 @@ nb::list nodes(const Tree& self, nb::handle max_nodes, nb::handle max_tokens, nb
   if (!space.is_none()) name = to_space(space);
   nb::object view = nb::module_::import_("pagoda.tree.values").attr("NodeView");
   nb::list views;
+  const std::string* last = nullptr;
+  nb::object last_name;
   for (const NodeInfo& node : self.core.nodes(most, run, space.is_none() ? nullptr : &name)) {
     const nb::object parent = node.parent == 0 ? nb::none() : nb::object(nb::int_(node.parent));
-    views.append(view(node.number, parent, to_bytes(node.space), node.is_dropped, node.level, node.begin, node.end,
+    if (node.space != last) last_name = to_bytes(*(last = node.space));
+    views.append(view(node.number, parent, last_name, node.is_dropped, node.level, node.begin, node.end,
                       to_array(node.tokens), to_tuple(node.columns), node.num_children, node.leases, node.used,
                       to_tuple(node.checkpoints)));
   }

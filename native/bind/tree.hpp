@@ -67,6 +67,13 @@ std::pair<nb::object, T*> make() {
   return {std::move(object), made};
 }
 
+// The T behind an object that Python hands us, or a TypeError: of another type, or never initialised.
+template <typename T>
+T& to_self(nb::handle object) {
+  if (!nb::isinstance<T>(object) || !nb::inst_ready(object)) throw nb::type_error("not an object that the tree made");
+  return *nb::inst_ptr<T>(object);
+}
+
 // Gives a lease back, once.
 void release_lease(Tree& tree, HeldLease& lease);
 

@@ -28,6 +28,10 @@ void deliver(Tree& tree) {
   if (!tree.core.has_events()) return;
   for (TreeEvent& event : tree.core.take_events()) tree.news.push_back(std::move(event));
   if (tree.is_delivering) return;  // a listener called: whoever delivers goes on with these
+  struct Delivery {
+    Tree& tree;
+    ~Delivery() { tree.is_delivering = false; }
+  } delivery{tree};
   tree.is_delivering = true;
   bool is_interrupted = false;
   while (!tree.news.empty()) {
@@ -46,7 +50,6 @@ void deliver(Tree& tree) {
       if (!nb::steal(PyObject_CallOneArg(listener.ptr(), told.ptr())).is_valid()) is_interrupted |= report(listener);
     }
   }
-  tree.is_delivering = false;
   if (is_interrupted) PyErr_SetInterrupt();  // raised again now that the call is done and everybody was told
 }
 

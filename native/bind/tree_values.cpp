@@ -24,18 +24,19 @@ PyType_Slot lease_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_l
                              {0, nullptr}};
 
 void leave(nb::handle self, nb::args) {
-  HeldLease& lease = *nb::inst_ptr<HeldLease>(self);
+  HeldLease& lease = to_self<HeldLease>(self);
   if (!lease.is_released && lease.tree->core.is_held(lease.id)) release_lease(*lease.tree, lease);
 }
 
 nb::object column_of(nb::handle object, int column) {
-  const FoundMatch& self = *nb::inst_ptr<FoundMatch>(object);
+  const FoundMatch& self = to_self<FoundMatch>(object);
   return view_int32(object, self.page_ids.get() + column * self.num_pages, self.num_pages);
 }
 
 nb::object columns_of(nb::handle object) {
+  const int num_columns = to_self<FoundMatch>(object).num_columns;
   nb::list columns;
-  for (int c = 0; c < nb::inst_ptr<FoundMatch>(object)->num_columns; ++c) columns.append(column_of(object, c));
+  for (int c = 0; c < num_columns; ++c) columns.append(column_of(object, c));
   return nb::tuple(columns);
 }
 
@@ -84,7 +85,16 @@ Made by `PrefixTree.lock`; as a context manager it releases itself at the end, i
             const bool is_held = !self.is_released && self.tree->core.is_held(self.id);
             return is_held ? self.tree->core.length(self.id) : self.length;
           },
-          "Tokens it protects; once released, those it protected. O(1).")
+          "Tokens it protects; once released, those it protected; 0 after a reset. O(1).")
+      .def_prop_ro(
+          "state_id",
+          [](const HeldLease& self) -> nb::object {
+            const bool is_held = !self.is_released && self.tree->core.is_held(self.id);
+            const int32_t state_id = is_held ? self.tree->core.state_id(self.id) : -1;
+            return state_id < 0 ? nb::none() : nb::object(nb::int_(state_id));
+          },
+          "The state of the checkpoint where it ends; None without states, at length 0, and once released. O(log "
+          "checkpoints).")
       .def_prop_ro(
           "number", [](const HeldLease& self) { return self.id.number; }, "Its own, never used again. O(1).")
       .def_prop_ro(

@@ -1,16 +1,17 @@
 // Tokens under an extra key, as numbers of their own.
 //
-// What tokens do not tell (an image over a range of positions) is part of their identity: each
-// distinct (key, begin of its range, token) that a tree stores gets a negative number, which stands in the run
-// in the token's place. So the tree compares plain integers, and a sequence without extra keys pays nothing. Numbers
-// are counted by the tokens stored under them and go when the last one goes.
+// What tokens do not tell (an image over a range of positions) is part of their identity: each distinct (key,
+// begin of its range, token) that a tree stores gets a negative number, which stands in the run in the
+// token's place. So the tree compares plain integers, and a sequence without extra keys pays nothing. Numbers are
+// counted by the tokens stored under them and go when the last one goes; a key is held once.
 #pragma once
 
 #include <cstdint>
 #include <limits>
 #include <map>
 #include <string>
-#include <tuple>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace pagoda {
@@ -26,7 +27,7 @@ class ExtraKeys {
   // A number that no stored token has.
   static constexpr int32_t kUnknown = std::numeric_limits<int32_t>::min();
 
-  bool empty() const { return numbers_.empty(); }
+  bool empty() const { return entries_.empty(); }
 
   // Tokens of positions base, base + 1, ... with the numbers of those under a key; unknown ones are
   // kUnknown, or made.
@@ -39,40 +40,44 @@ class ExtraKeys {
   void add(const int32_t* tokens, int64_t n);
   void remove(const int32_t* tokens, int64_t n);
 
-  struct Identity {
-    std::string key;
-    int64_t begin;
-    int32_t token;
-    bool operator<(const Identity& other) const {
-      return std::tie(token, key, begin) < std::tie(other.token, other.key, other.begin);
-    }
-  };
-  // What stands behind an entry of a run.
-  int32_t token(int32_t entry) const { return entry >= 0 ? entry : of(entry).token; }
-  const Identity& of(int32_t entry) const { return uses_[static_cast<size_t>(-1 - entry)].at->first; }
+  // The token behind an entry of a run.
+  int32_t token(int32_t entry) const { return entry >= 0 ? entry : use_of(entry).token; }
+  // Of two entries under keys with the same token: by key, then by where it begins.
+  bool is_less(int32_t a, int32_t b) const { return use_of(a).range->first < use_of(b).range->first; }
 
   // How many tokens are stored under an entry, for check().
-  int64_t count(int32_t entry) const { return uses_[static_cast<size_t>(-1 - entry)].count; }
-  int64_t size() const { return static_cast<int64_t>(numbers_.size()); }
+  int64_t count(int32_t entry) const { return use_of(entry).count; }
+  int64_t size() const { return static_cast<int64_t>(entries_.size()); }
 
   void clear();
 
  private:
-  using Numbers = std::map<Identity, int32_t>;
+  struct Range {
+    int32_t number;
+    int64_t num_entries;
+  };
+  using Ranges = std::map<std::pair<std::string, int64_t>, Range>;  // (key, begin)
   struct Use {
-    Numbers::const_iterator at;
+    Ranges::iterator range;
+    int32_t token;
     int64_t count;
   };
 
-  template <typename Number>
-  std::vector<int32_t> translate(const int32_t* tokens, int64_t n, int64_t base, const std::vector<KeyRange>& ranges,
-                                 Number number) const;
+  static uint64_t identity(int32_t range, int32_t token) {
+    return (uint64_t{static_cast<uint32_t>(range)} << 32) | static_cast<uint32_t>(token);
+  }
+  const Use& use_of(int32_t entry) const { return uses_[static_cast<size_t>(-1 - entry)]; }
+  Use& use_of(int32_t entry) { return uses_[static_cast<size_t>(-1 - entry)]; }
+  int32_t make_entry(Ranges::iterator range, int32_t token);
   void forget(int32_t entry);
+  void forget_if_empty(Ranges::iterator range);
 
-  Numbers numbers_;
-  std::vector<Use> uses_;      // by -1 - entry
-  std::vector<int32_t> free_;  // entries that can be given again
-  std::vector<int32_t> made_;  // since the last tidy
+  Ranges ranges_;
+  int32_t next_range_ = 0;
+  std::unordered_map<uint64_t, int32_t> entries_;  // by identity
+  std::vector<Use> uses_;                          // by -1 - entry
+  std::vector<int32_t> free_;                      // entries that can be given again
+  std::vector<int32_t> made_;                      // since the last tidy
 };
 
 }  // namespace pagoda

@@ -201,15 +201,21 @@ void PrefixTree::remove(int32_t node) {
 }
 
 int32_t PrefixTree::split(int32_t node, int64_t depth) {
+  std::vector<Checkpoint> above;  // the one thing that may fail comes first
+  size_t num_above = 0;
+  if (has_states_) {
+    const auto& all = checkpoints_[static_cast<size_t>(node)];
+    while (num_above < all.size() && all[num_above].length <= depth) ++num_above;
+    above.assign(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(num_above));
+  }
   const int32_t upper = new_node(nodes_[node].parent, nodes_[node].begin);
   Node& low = nodes_[node];
   Node& up = nodes_[upper];
   const int64_t at = depth - low.begin;
   if (has_states_) {
     auto& all = checkpoints_[static_cast<size_t>(node)];
-    auto first = std::find_if(all.begin(), all.end(), [&](const Checkpoint& c) { return c.length > depth; });
-    checkpoints_[static_cast<size_t>(upper)].assign(all.begin(), first);
-    all.erase(all.begin(), first);
+    all.erase(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(num_above));
+    checkpoints_[static_cast<size_t>(upper)].swap(above);
   }
   for (int c = 0; c < num_columns(); ++c) {
     if (!is_window(c)) continue;

@@ -114,7 +114,7 @@ struct TreeEvent {
 
 struct NodeInfo {
   int64_t number, parent;  // parent 0: a root
-  std::string space;
+  const std::string* space;
   bool is_dropped;
   int64_t level, begin, end;
   std::vector<int32_t> tokens;
@@ -161,6 +161,7 @@ class PrefixTree {
   void demote(LeaseId lease);
   bool is_held(LeaseId lease) const;
   int64_t length(LeaseId lease) const;
+  int32_t state_id(LeaseId lease) const;  // of the checkpoint where it ends; -1: none
   void copy_pages(LeaseId lease, int column, int32_t* out) const;
 
   // lease: null for none. columns: one entry a column.
@@ -251,7 +252,8 @@ class PrefixTree {
   Place walk(Place from, const int32_t* entries, int64_t base, int64_t end, int32_t* ids, Each each) const;
   // The deepest usable place at or above one.
   Place usable(Place place) const;
-  int64_t last_hole(Place place, int column) const;
+  // The same for one window column.
+  Place seen_through(Place place, int column) const;
   Place climb(Place place) const;
   // What is left of a match.
   Place survivor(const Match& match) const;

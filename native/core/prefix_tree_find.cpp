@@ -47,25 +47,31 @@ PrefixTree::Place PrefixTree::climb(Place place) const {
   return place;
 }
 
-int64_t PrefixTree::last_hole(Place place, int column) const {
-  const int64_t low = math_.page(std::max<int64_t>(0, place.depth - windows_[static_cast<size_t>(column)] + 1));
-  int64_t high = math_.page(place.depth);
-  if (windows_[static_cast<size_t>(column)] == 1) return -1;
-  for (int32_t node = place.node; !nodes_[node].is_root() && high > low; node = nodes_[node].parent) {
+PrefixTree::Place PrefixTree::seen_through(Place place, int column) const {
+  const int64_t window = windows_[static_cast<size_t>(column)];
+  if (window == 1) return place;
+  // Upwards page by page: a hole makes its own begin the next candidate, so no page is looked at twice.
+  int64_t page = math_.page(place.depth), candidate = page;
+  const auto first_needed = [&] { return math_.page(std::max<int64_t>(0, math_.first_slot(candidate) - window + 1)); };
+  for (int32_t node = place.node; !nodes_[node].is_root() && page > first_needed(); node = nodes_[node].parent) {
     const Node& at = nodes_[node];
-    const int64_t first = math_.page(at.begin), begin = std::max(low, first);
-    if (held(column, node) < math_.page(at.run.length)) {
-      int64_t page = begin, hole = -1;
-      runs_.for_pages(at.run, column, begin - first, high - first, [&](const int32_t* ids, int64_t n) {
-        for (int64_t i = 0; i < n; ++i, ++page) {
-          if (ids[i] < 0) hole = page;
+    const int64_t first = math_.page(at.begin), num_held = held(column, node);
+    if (num_held == 0) {
+      page = candidate = first;
+    } else if (num_held == math_.page(at.run.length)) {
+      page = first;
+    } else {
+      runs_.for_pages_backward(at.run, column, 0, page - first, [&](const int32_t* ids, int64_t n) {
+        for (int64_t i = n; i-- > 0;) {
+          --page;
+          if (ids[i] < 0) candidate = page;
+          if (page <= first_needed()) return false;
         }
+        return true;
       });
-      if (hole >= 0) return hole;
     }
-    high = first;
   }
-  return -1;
+  return climb({place.node, math_.first_slot(candidate)});
 }
 
 int32_t PrefixTree::last_checkpoint(int32_t node, int64_t length) const {
@@ -88,9 +94,7 @@ PrefixTree::Place PrefixTree::usable(Place place) const {
       place.node = nodes_[place.node].parent;
     }
     for (int c = 0; c < num_columns(); ++c) {
-      if (!is_window(c)) continue;
-      const int64_t hole = last_hole(place, c);
-      if (hole >= 0) place = climb({place.node, math_.first_slot(hole)});
+      if (is_window(c)) place = seen_through(place, c);
     }
     if (place.depth == before) return place;
   }

@@ -78,6 +78,13 @@ bool PrefixTree::is_held(LeaseId lease) const {
 
 int64_t PrefixTree::length(LeaseId lease) const { return nodes_[require(lease).node].end(); }
 
+int32_t PrefixTree::state_id(LeaseId lease) const {
+  const int32_t node = require(lease).node;
+  if (!has_states_ || nodes_[node].is_root()) return -1;
+  const auto& all = checkpoints_[static_cast<size_t>(node)];
+  return !all.empty() && all.back().length == nodes_[node].end() ? all.back().state_id : -1;
+}
+
 void PrefixTree::demote(LeaseId lease) {
   require(lease);
   leases_[static_cast<size_t>(lease.slot)].is_demoted = true;
@@ -140,17 +147,17 @@ void PrefixTree::let_go(int32_t node) {
 void PrefixTree::let_go_coldest(int32_t node) {
   --cold_;
   // The own tail: what only this lease protects and nothing else continues.
-  path_.clear();
   for (int32_t child = -1; !nodes_[node].is_root(); child = node, node = nodes_[node].parent) {
-    const Node& at = nodes_[node];
+    Node& at = nodes_[node];
     if (at.locks != 1 || at.num_children != (child < 0 ? 0 : 1)) break;
-    path_.push_back(node);
-  }
-  for (auto it = path_.rbegin(); it != path_.rend(); ++it) {
-    nodes_[*it].locks = 0;
-    order_.add_coldest(*it);
-    count_locked(*it, -1);
-    nodes_[*it].used = cold_;
+    at.locks = 0;
+    if (child < 0) {
+      order_.add_coldest(node);
+    } else {
+      order_.add_upper(node, child);
+    }
+    count_locked(node, -1);
+    at.used = cold_;
   }
   let_go(node);
 }

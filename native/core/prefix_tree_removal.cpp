@@ -51,6 +51,7 @@ void PrefixTree::cut(int32_t node, int64_t from, int64_t to) {
 // length, missing) → tokens to keep of `length`, and how many of `missing` that frees.
 template <typename Choose>
 void PrefixTree::plan(int64_t target, const Choose& choose) {
+  if (planned_.bucket_count() > 1024) planned_ = {};  // clearing pays for the largest plan there ever was
   planned_.clear();
   const auto state = [this](int32_t node) -> std::pair<int32_t, int32_t>& {
     return planned_.try_emplace(node, nodes_[node].run.length, nodes_[node].num_children).first->second;
@@ -143,10 +144,15 @@ const PrefixTree::Sizes& PrefixTree::plan_evict(int64_t n, int column) {
   const auto keep = [&](int32_t node, int32_t length, int64_t missing) {
     // The last page that has to go, and back to the checkpoint before it.
     const Node& at = nodes_[node];
-    int64_t page = math_.page(length), freed = 0;
-    while (page > 0 && freed < missing) {
-      --page;
-      freed += count_held(at.run, column, page, page + 1);
+    int64_t page = math_.page(length), freed = std::min(page, missing);
+    if (!is_window(column)) {
+      page -= freed;
+    } else {
+      freed = 0;
+      runs_.for_pages_backward(at.run, column, 0, page, [&](const int32_t* ids, int64_t n) {
+        for (; n > 0 && freed < missing; --page) freed += ids[--n] >= 0;
+        return freed < missing;
+      });
     }
     int32_t to = static_cast<int32_t>(math_.first_slot(page));
     if (has_states_) to = last_checkpoint(node, to);

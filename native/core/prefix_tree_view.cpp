@@ -34,23 +34,35 @@ TreeEvent PrefixTree::event(bool is_stored, int32_t node, int64_t begin, int64_t
 }
 
 std::vector<NodeInfo> PrefixTree::nodes(int64_t max_nodes, int64_t max_tokens, const std::string_view* space) const {
-  std::unordered_map<int32_t, int64_t> leases;  // by node: those that protect it
+  // Leases that protect a node: those that end there, and those that protect its children. Every node above
+  // a lease once, the deepest first.
+  std::unordered_map<int32_t, int64_t> leases;
+  std::vector<int32_t> above;
   for (const Lease& lease : leases_) {
     if (lease.number == 0) continue;
-    int32_t node = lease.node;
-    for (++leases[node]; !nodes_[node].is_root(); ++leases[node]) node = nodes_[node].parent;
+    for (int32_t node = lease.node; node >= 0 && leases.try_emplace(node, 0).second; node = nodes_[node].parent) {
+      above.push_back(node);
+    }
+    ++leases[lease.node];
+  }
+  std::sort(above.begin(), above.end(), [&](int32_t a, int32_t b) { return nodes_[a].end() > nodes_[b].end(); });
+  for (int32_t node : above) {
+    if (!nodes_[node].is_root()) leases[nodes_[node].parent] += leases[node];
   }
   // Still to show, next one last; and how deep it stands.
   std::vector<std::pair<int32_t, int64_t>> todo;
   std::vector<std::pair<int64_t, int32_t>> dropped;
   for (const auto& [root, name] : names_) {
+    if (names_.size() == roots_.size()) break;  // none was dropped
     if (nodes_[root].is_dropped && (space == nullptr || name == *space))
       dropped.emplace_back(nodes_[root].number, root);
   }
   std::sort(dropped.rbegin(), dropped.rend());
   for (const auto& each : dropped) todo.emplace_back(each.second, 0);
-  for (auto it = roots_.rbegin(); it != roots_.rend(); ++it) {
-    if (space == nullptr || it->first == *space) todo.emplace_back(it->second, 0);
+  if (space != nullptr) {
+    if (const int32_t root = find_root(*space); root >= 0) todo.emplace_back(root, 0);
+  } else {
+    for (auto it = roots_.rbegin(); it != roots_.rend(); ++it) todo.emplace_back(it->second, 0);
   }
 
   // Children in the order of their first page.
@@ -63,7 +75,7 @@ std::vector<NodeInfo> PrefixTree::nodes(int64_t max_nodes, int64_t max_tokens, c
       if (x != y) return x < y;
       // The same token: without a key first, then by key.
       if (left[i] >= 0 || right[i] >= 0) return left[i] >= 0;
-      return extra_keys_.of(left[i]) < extra_keys_.of(right[i]);
+      return extra_keys_.is_less(left[i], right[i]);
     }
     return false;
   };
@@ -76,7 +88,7 @@ std::vector<NodeInfo> PrefixTree::nodes(int64_t max_nodes, int64_t max_tokens, c
     NodeInfo view{};
     view.number = node.number;
     view.parent = node.is_root() ? 0 : nodes_[node.parent].number;
-    view.space = space_of(index);
+    view.space = &space_of(index);
     view.is_dropped = nodes_[node.root].is_dropped;
     view.level = level;
     view.begin = node.begin;

@@ -12,7 +12,7 @@ RunStore::RunStore(int64_t page_size, int num_columns, int64_t capacity)
       chunk_tokens_(chunk_pages_ * page_size),
       columns_(static_cast<size_t>(num_columns)) {
   if (capacity == 0) return;
-  const int64_t chunks = capacity / chunk_tokens_ + 1;
+  const int64_t chunks = capacity / chunk_tokens_;
   tokens_.commit(chunks * chunk_tokens_);
   for (auto& column : columns_) column.commit(chunks * chunk_pages_);
   next_.commit(chunks);

@@ -30,9 +30,7 @@ class RunStore {
   // `capacity` tokens are committed up front.
   RunStore(int64_t page_size, int num_columns, int64_t capacity);
 
-  int64_t chunk_tokens() const { return chunk_tokens_; }
   int64_t num_chunks() const { return next_.size(); }
-  int64_t num_free_chunks() const { return num_free_; }
 
   // Chunks that n more tokens of a run take.
   int64_t chunks_to_append(const Run& run, int64_t n) const {
@@ -78,6 +76,20 @@ class RunStore {
   void for_pages(const Run& run, int column, int64_t begin, int64_t end, Each each) {
     const RunStore& self = *this;
     self.for_pages(run, column, begin, end, [&](const int32_t* ids, int64_t n) { each(const_cast<int32_t*>(ids), n); });
+  }
+
+  // The same, last stretch first, until each returns false.
+  template <typename Each>
+  void for_pages_backward(const Run& run, int column, int64_t begin, int64_t end, Each each) const {
+    const int64_t stop = math_.first_slot(begin);
+    int64_t at = math_.first_slot(end);
+    if (at <= stop) return;
+    for (int32_t chunk = chunk_at(run, at - 1);; chunk = prev_[chunk]) {
+      const int64_t last = (run.offset + at - 1) % chunk_tokens_ + 1, n = std::min(last, at - stop);
+      if (!each(columns_[column].data() + chunk * chunk_pages_ + math_.page(last - n), math_.page(n))) return;
+      at -= n;
+      if (at == stop) return;
+    }
   }
 
   // The same for tokens [begin, end).

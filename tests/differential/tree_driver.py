@@ -25,7 +25,7 @@ def plain(value: Any) -> Any:
     if kind == "Match":
         return (value.length, value.found, plain(value.page_ids), plain(value.columns), value.state_id)
     if kind == "Lease":
-        return (value.number, value.length, value.is_held)
+        return (value.number, value.length, value.is_held, value.state_id)
     if kind == "Inserted":
         lengths = (value.present, value.stored, value.length)
         return (*lengths, plain(value.filled), plain(value.states))

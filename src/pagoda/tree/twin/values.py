@@ -45,6 +45,11 @@ class Lease:
         """Whether it is not yet released. O(1)."""
         return self._held and self._epoch == self._tree._epoch
 
+    @property
+    def state_id(self) -> int | None:
+        """The state of the checkpoint where it ends. O(1)."""
+        return self._node.checkpoints.get(self.length) if self.is_held else None
+
     def __enter__(self) -> Lease:
         return self
 
