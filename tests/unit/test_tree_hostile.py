@@ -86,6 +86,7 @@ def test_a_finalizer_that_drops_while_something_is_matched_locked_and_inserted(e
         tree.check()
 
 
+@pytest.mark.filterwarnings("ignore:nanobind:RuntimeWarning")
 def test_objects_that_nobody_made():
     tree = PrefixTree()
     tree.insert([1, 2], [1, 2])
