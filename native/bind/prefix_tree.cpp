@@ -341,7 +341,8 @@ void bind_prefix_tree(nb::module_& m) {
 One column of page ids a paged group: None in `windows` for full attention, else the window in tokens.
 `states`: prefixes are usable only at checkpoints. `capacity`: tokens whose storage is made up front, so
 that no call waits for memory. docs/tree.md says exactly what each call does. Several threads may call.
-Memory: about 8.5 bytes a token at page size 1 and 4.5 at 16, and 100 a run.
+Memory: about 8.5 bytes a token at page size 1 and 4.5 at 16 where runs are long; a run takes a chunk of 64
+tokens at least. What was evicted is used again, not given back to the system.
 
 Errors: ConfigError for arguments that nothing can be built with; MemoryError.)")
       .def("__init__", &construct, nb::arg("page_size").none() = 1, nb::kw_only(),

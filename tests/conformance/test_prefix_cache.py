@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import pagoda
+from conformance.slot_entries import MISS, cached, put
 from pagoda import (
     ArgumentError,
     ConfigError,
@@ -19,23 +20,10 @@ from pagoda import (
     UsageError,
 )
 
-MISS = (0, -1, 0)
-
 
 def entries(cache: PrefixCacheManager, tokens: list[int]) -> list[tuple[int, int, int]]:
     """What each prefix of a sequence points to, the shortest first. Renews them."""
     return [cache.find(tokens[:length]) for length in range(1, len(tokens) + 1)]
-
-
-def cached(cache: PrefixCacheManager, *sequences: list[int]) -> list[int]:
-    """How much of each sequence is cached; renews nothing."""
-    return [cache._tree.match_length(tokens) for tokens in sequences]
-
-
-def put(cache: PrefixCacheManager, tokens: list[int], slot: int = 0, slot_ver: int = 1) -> None:
-    """Inserted, and let go."""
-    cache.insert(tokens, slot, slot_ver)
-    cache.release(tokens)
 
 
 @pytest.mark.parametrize(
@@ -362,17 +350,99 @@ def test_reset_forgets_everything() -> None:
     assert cache.num_tokens == 2
 
 
-def test_check_finds_references_that_are_counted_wrongly() -> None:
+class Broken:
+    """A tree one of whose calls fails."""
+
+    def __init__(self, tree: Any, call: str, error: type[BaseException]) -> None:
+        self._tree, self._call, self._error = tree, call, error
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._call:
+            raise self._error
+        return getattr(self._tree, name)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("call", ["insert", "replace"])
+def test_an_insert_that_fails_keeps_no_reference(call: str, error: type[BaseException]) -> None:
+    cache = PrefixCacheManager(100)
+    put(cache, [1, 2, 3])
+    tree = cache._tree
+    cache._tree = Broken(tree, call, error)  # type: ignore[assignment]
+    with pytest.raises(error):
+        cache.insert([1, 2, 4], 5, 1)
+    cache._tree = tree
+    assert (tree.num_leases, tree.protected_tokens) == (0, 0)
+    cache.check()
+    assert cache.find([1, 2]) == (2, 0, 1)
+    cache.insert([1, 2, 4], 5, 1)
+    assert cache.find([1, 2, 4]) == (3, 5, 1)
+    cache.check()
+
+
+def test_the_largest_slot_and_version_come_back() -> None:
+    cache = PrefixCacheManager()
+    largest = 2**31 - 2
+    put(cache, [1, 2], largest, largest)
+    assert cache.find([1, 2]) == (2, largest, largest)
+    for bad in ((largest + 1, 0), (0, largest + 1)):
+        with pytest.raises(ArgumentError):
+            cache.insert([3], *bad)
+    assert cached(cache, [3]) == [0]
+    cache.check()
+
+
+def test_the_largest_token_is_one_and_no_larger() -> None:
+    cache, largest = PrefixCacheManager(), 2**31 - 1
+    for form in (list, np.array, torch.tensor):
+        put(cache, form([largest, 0]))
+        assert cache.find(form([largest, 0])) == (2, 0, 1)
+        for bad in ([largest + 1], [-1], [0, largest + 1, 0]):
+            for call in (cache.find, cache.pin, cache.release, lambda ids: cache.insert(ids, 0, 1)):
+                with pytest.raises(UsageError):
+                    call(form(bad))
+    cache.check()
+
+
+def test_finds_at_many_lengths_leave_few_nodes() -> None:
+    """Each find is a use of its own and splits; what was split is one run again when all of it is used."""
+    cache = PrefixCacheManager(10_000)
+    tokens = np.arange(4_096)
+    put(cache, tokens)
+    for length in range(1, 4_096, 13):
+        assert cache.find(tokens[:length])[0] == length
+        cache.check()
+    assert cache.find(tokens) == (4_096, 0, 1)
+    assert cache._tree.num_nodes <= 2
+    for length in np.random.default_rng(0).permutation(4_096)[:500] + 1:
+        assert cache.find(tokens[:length])[0] == length
+    assert cache.find(tokens) == (4_096, 0, 1)
+    assert cache._tree.num_nodes <= 2
+    cache.check()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda cache: cache._references.clear(),  # the tree has a lease that nobody counts
+        lambda cache: next(iter(cache._references.values())).append(None),  # one is counted that is not there
+        lambda cache: cache._references.update({b"": []}),  # a sequence with no reference
+    ],
+)
+def test_check_finds_references_that_are_counted_wrongly(spoil: Callable[[Any], None]) -> None:
     cache = PrefixCacheManager(3)
     cache.insert([1, 2], 0, 1)
-    cache._references.clear()
-    with pytest.raises(InvariantError):
+    cache.check()
+    spoil(cache)
+    with pytest.raises(InvariantError) as error:
         cache.check()
+    assert error.value.number == 16
 
 
 def test_check_finds_what_should_have_been_evicted() -> None:
     cache = PrefixCacheManager(3)
     put(cache, [1, 2])
     cache.max_capacity = 1
-    with pytest.raises(InvariantError):
+    with pytest.raises(InvariantError) as error:
         cache.check()
+    assert error.value.number == 16

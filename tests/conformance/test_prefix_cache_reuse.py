@@ -10,21 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from conformance.slot_entries import MISS, cached, put
 from pagoda import ArgumentError, OutOfRangeError, PrefixCacheManager, SlotAllocator
-
-MISS = (0, -1, 0)
-
-
-def cached(cache: PrefixCacheManager, *sequences: list[int]) -> list[int]:
-    """How much of each sequence is cached; renews nothing."""
-    return [cache._tree.match_length(tokens) for tokens in sequences]
-
-
-def put(cache: PrefixCacheManager, tokens: list[int], slot: int = 0, slot_ver: int = 1) -> None:
-    """Inserted, and let go."""
-    cache.insert(tokens, slot, slot_ver)
-    cache.release(tokens)
-
 
 # --- what still holds
 
@@ -168,7 +155,7 @@ def test_one_copy_a_tensor(kv: tuple[torch.Tensor, torch.Tensor]) -> None:
     k, v = (it.as_subclass(Watched) for it in kv)
     Watched.calls.clear()
     cache.copy_kv(range(6), 1, (k, v), 3)
-    reads = ("__get__", "__getitem__", "dim")
+    reads = ("__get__", "__getitem__", "dim", "stride")
     assert [name for name in Watched.calls if name not in reads] == ["__setitem__"] * 2
     assert torch.equal(kv[0][1], kv[0][2])
 
@@ -204,6 +191,46 @@ def test_a_copy_that_does_not_fit_is_refused_and_writes_nothing(
         with pytest.raises(error):
             cache.copy_kv(tokens, target, caches, n_layers)
     assert all(torch.equal(now, was) for now, was in zip(kv, before, strict=True))
+
+
+@pytest.mark.parametrize("is_made_inside", [True, False])
+@pytest.mark.parametrize("is_copied_inside", [True, False])
+def test_caches_of_inference_mode_are_copied_too(
+    device: str, is_made_inside: bool, is_copied_inside: bool
+) -> None:
+    cache = PrefixCacheManager()
+    cache.insert([1, 2], 0, 1)
+    with torch.inference_mode(is_made_inside):
+        k, v = (torch.rand(2, 3, 1, 1, 4, device=device) for _ in range(2))
+    with torch.inference_mode(is_copied_inside):
+        cache.copy_kv([1, 2], 1, (k, v), 1)
+    for tensor in (k, v):
+        assert torch.equal(tensor[1, :2], tensor[0, :2])
+        assert not torch.equal(tensor[1, 2], tensor[0, 2])
+
+
+def test_caches_with_gradients_are_copied_without(device: str) -> None:
+    cache = PrefixCacheManager()
+    cache.insert([1, 2], 0, 1)
+    k, v = (torch.rand(2, 3, 1, 1, 4, device=device, requires_grad=True) for _ in range(2))
+    cache.copy_kv([1, 2], 1, (k, v), 1)
+    assert torch.equal(k[1, :2], k[0, :2])
+    assert k.is_leaf
+    assert v.is_leaf
+
+
+def test_a_second_tensor_that_cannot_be_written_stops_the_copy_of_the_first(
+    kv: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    cache = PrefixCacheManager()
+    cache.insert(range(6), 2, 1)
+    k, v = kv
+    before = k.clone()
+    for bad in (v[:, :, :, :, :1].expand(-1, -1, -1, -1, 7), v[:1].expand(4, -1, -1, -1, -1), v.to_sparse()):
+        for caches in ((k, bad), (bad, k)):
+            with pytest.raises(ArgumentError):
+                cache.copy_kv(range(6), 1, caches, 3)
+            assert torch.equal(k, before)
 
 
 # --- threads

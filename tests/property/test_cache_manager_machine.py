@@ -104,11 +104,27 @@ class CacheManagerMachine(RuleBasedStateMachine):
         self.requests.append((tokens, handle, found, pages + own))
 
     @precondition(lambda self: self.requests)
-    @rule(pick=picks, more=st.booleans())
-    def finish(self, pick: int, more: bool) -> None:
+    @rule(pick=picks, num_tokens=st.integers(0, 9), token=st.integers(0, 1), on_host=st.booleans())
+    def decode(self, pick: int, num_tokens: int, token: int, on_host: bool) -> None:
+        at = pick % len(self.requests)
+        tokens, handle, old, pages = self.requests[at]
+        allocate = self.cache.allocate_host if on_host else self.cache.allocate
+        slots = self.slots_of(pages)[: len(tokens)]
+        num_pages = -(-(len(tokens) + num_tokens) // self.size) - len(pages)
+        if num_pages > len(self.free) + self.tree.evictable():
+            self.fails(CapacityError, lambda: allocate(num_tokens, after=slots[-1]))
+            return
+        self.free |= set(self.tree.evict(max(0, num_pages - len(self.free))))
+        own = sorted(self.free)[:num_pages]
+        self.free -= set(own)
+        slots += allocate(num_tokens, after=slots[-1]).tolist()
+        assert slots == self.slots_of([*pages, *own])[: len(slots)]
+        self.requests[at] = (tokens + [token] * num_tokens, handle, old, pages + own)
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=picks)
+    def finish(self, pick: int) -> None:
         tokens, handle, old, pages = self.requests.pop(pick % len(self.requests))
-        if more and len(tokens) % self.size:  # it generated tokens up to the end of its last page
-            tokens = tokens + [77] * (self.size - len(tokens) % self.size)
         whole = self.prefix_of(tokens)
         there = self.tree.store(whole, pages)
         assert there >= len(old)
@@ -192,6 +208,17 @@ class CacheManagerMachine(RuleBasedStateMachine):
         page = self.strays.pop(pick % len(self.strays))
         self.cache.free([page * self.size + pick % self.size])
         self.free.add(page)
+
+    @rule()
+    def reset_the_tree(self) -> None:
+        """What requests hold stays theirs; what they locked is void."""
+        self.cache.manager.reset()
+        self.free |= {entry.value for entry in self.tree.entries.values()}
+        self.tree = Prefixes()
+        for _, handle, old, pages in self.requests:
+            self.fails(StaleError, lambda handle=handle: self.cache.unlock(handle))
+            self.strays += pages[len(old) :]
+        self.requests, self.matches = [], []
 
     @rule()
     def reset(self) -> None:

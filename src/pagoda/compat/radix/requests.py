@@ -122,7 +122,9 @@ class CacheManager:
         answer.room[:] = self._allocate(wanted, last)
         return answer.send()
 
-    def allocate_host(self, needed_len: int, after: int | torch.Tensor | None = None) -> npt.NDArray[np.int32]:
+    def allocate_host(
+        self, needed_len: int, after: int | torch.Tensor | None = None
+    ) -> npt.NDArray[np.int32]:
         """As `allocate`, but [needed_len] int32 on the host: no device is touched."""
         return self._allocate(*_growth(needed_len, after))
 
