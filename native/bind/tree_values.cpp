@@ -19,9 +19,10 @@ int clear_lease(PyObject* self) {
   return 0;
 }
 
-PyType_Slot lease_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_lease)},
-                             {Py_tp_clear, reinterpret_cast<void*>(clear_lease)},
-                             {0, nullptr}};
+int64_t length_of(const HeldLease& self) {
+  const bool is_held = !self.is_released && self.tree->core.is_held(self.id);
+  return is_held ? self.tree->core.length(self.id) : self.length;
+}
 
 void leave(nb::handle self, nb::args) {
   HeldLease& lease = to_self<HeldLease>(self);
@@ -32,6 +33,67 @@ nb::object column_of(nb::handle object, int column) {
   const FoundMatch& self = to_self<FoundMatch>(object);
   return view_int32(object, self.page_ids.get() + column * self.num_pages, self.num_pages);
 }
+
+// Attributes that every request reads, as plain C getters: a function call of its own each would cost as much as
+// the walk down the tree. get(self, object) → an object.
+template <typename T, nb::object (*get)(const T&, nb::handle)>
+PyObject* getter(PyObject* object, void*) {
+  try {
+    return get(to_self<T>(object), object).release().ptr();
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_TypeError, error.what());
+  }
+  return nullptr;
+}
+
+template <typename T, auto value>
+nb::object number_of(const T& self, nb::handle) {
+  return nb::int_(value(self));
+}
+
+nb::object first_column(const FoundMatch&, nb::handle object) { return column_of(object, 0); }
+nb::object freed_pages(const FreedIds& self, nb::handle) { return self.page_ids; }
+
+int64_t match_length_of(const FoundMatch& self) { return self.match.length; }
+int64_t match_found_of(const FoundMatch& self) { return self.match.found; }
+int64_t present_of(const InsertedPages& self) { return self.present; }
+int64_t stored_of(const InsertedPages& self) { return self.stored; }
+int64_t usable_of(const InsertedPages& self) { return self.length; }
+
+PyGetSetDef match_getters[] = {{"length", getter<FoundMatch, number_of<FoundMatch, match_length_of>>, nullptr,
+                                "Tokens of the longest usable prefix, whole pages. O(1).", nullptr},
+                               {"found", getter<FoundMatch, number_of<FoundMatch, match_found_of>>, nullptr,
+                                "Tokens whose pages are there, usable or not: at least `length`. O(1).", nullptr},
+                               {"page_ids", getter<FoundMatch, first_column>, nullptr,
+                                "The pages of column 0: [length / page_size] int32, holes -1. O(1).", nullptr},
+                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyGetSetDef lease_getters[] = {
+    {"length", getter<HeldLease, number_of<HeldLease, length_of>>, nullptr,
+     "Tokens it protects; once released, those it protected; 0 after a reset. O(1).", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyGetSetDef inserted_getters[] = {{"present", getter<InsertedPages, number_of<InsertedPages, present_of>>, nullptr,
+                                   "Tokens that were there before, counted from the beginning. O(1).", nullptr},
+                                  {"stored", getter<InsertedPages, number_of<InsertedPages, stored_of>>, nullptr,
+                                   "Tokens whose pages are there now. O(1).", nullptr},
+                                  {"length", getter<InsertedPages, number_of<InsertedPages, usable_of>>, nullptr,
+                                   "Tokens of the longest usable prefix; where the lease ends. O(1).", nullptr},
+                                  {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyGetSetDef freed_getters[] = {
+    {"page_ids", getter<FreedIds, freed_pages>, nullptr, "Those of column 0: [n] int32, run after run. O(1).", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyType_Slot match_slots[] = {{Py_tp_getset, match_getters}, {0, nullptr}};
+PyType_Slot lease_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_lease)},
+                             {Py_tp_clear, reinterpret_cast<void*>(clear_lease)},
+                             {Py_tp_getset, lease_getters},
+                             {0, nullptr}};
+PyType_Slot inserted_slots[] = {{Py_tp_getset, inserted_getters}, {0, nullptr}};
+PyType_Slot freed_slots[] = {{Py_tp_getset, freed_getters}, {0, nullptr}};
 
 nb::object columns_of(nb::handle object) {
   const int num_columns = to_self<FoundMatch>(object).num_columns;
@@ -52,18 +114,10 @@ void release_lease(Tree& tree, HeldLease& lease) {
 }
 
 void bind_tree_values(nb::module_& m) {
-  nb::class_<FoundMatch>(m, "Match", R"(What was found: a value, which protects nothing and changes nothing.
+  nb::class_<FoundMatch>(m, "Match", nb::type_slots(match_slots),
+                         R"(What was found: a value, which protects nothing and changes nothing.
 
 Lock it to use its pages. Made by `PrefixTree.match`.)")
-      .def_prop_ro(
-          "length", [](const FoundMatch& self) { return self.match.length; },
-          "Tokens of the longest usable prefix, whole pages. O(1).")
-      .def_prop_ro(
-          "found", [](const FoundMatch& self) { return self.match.found; },
-          "Tokens whose pages are there, usable or not: at least `length`. O(1).")
-      .def_prop_ro(
-          "page_ids", [](nb::handle self) { return column_of(self, 0); },
-          "The pages of column 0: [length / page_size] int32, holes -1. O(1).")
       .def_prop_ro("columns", &columns_of, "The pages of every column, a tuple of arrays like `page_ids`. O(columns).")
       .def_prop_ro(
           "state_id",
@@ -79,13 +133,6 @@ Lock it to use its pages. Made by `PrefixTree.match`.)")
                         R"(One held reference to a matched prefix: its pages stay until it is released.
 
 Made by `PrefixTree.lock`; as a context manager it releases itself at the end, if still held.)")
-      .def_prop_ro(
-          "length",
-          [](const HeldLease& self) {
-            const bool is_held = !self.is_released && self.tree->core.is_held(self.id);
-            return is_held ? self.tree->core.length(self.id) : self.length;
-          },
-          "Tokens it protects; once released, those it protected; 0 after a reset. O(1).")
       .def_prop_ro(
           "state_id",
           [](const HeldLease& self) -> nb::object {
@@ -108,18 +155,11 @@ Made by `PrefixTree.lock`; as a context manager it releases itself at the end, i
                (is_held ? ", " + text(self.tree->core.length(self.id)) + " tokens)" : ", released)");
       });
 
-  nb::class_<InsertedPages>(m, "Inserted", R"(What an insert found and what the tree took.
+  nb::class_<InsertedPages>(m, "Inserted", nb::type_slots(inserted_slots),
+                            R"(What an insert found and what the tree took.
 
 The tree now owns the ids of pages from `present` to `stored`, those at `filled`, and `states`; all
 others are still the caller's.)")
-      .def_prop_ro(
-          "present", [](const InsertedPages& self) { return self.present; },
-          "Tokens that were there before, counted from the beginning. O(1).")
-      .def_prop_ro(
-          "stored", [](const InsertedPages& self) { return self.stored; }, "Tokens whose pages are there now. O(1).")
-      .def_prop_ro(
-          "length", [](const InsertedPages& self) { return self.length; },
-          "Tokens of the longest usable prefix; where the lease ends. O(1).")
       .def_prop_ro(
           "filled",
           [](const InsertedPages& self) {
@@ -134,10 +174,7 @@ others are still the caller's.)")
                text(self.length) + " usable)";
       });
 
-  nb::class_<FreedIds>(m, "Freed", "Ids that the tree gave back: the caller frees them.")
-      .def_prop_ro(
-          "page_ids", [](const FreedIds& self) { return self.page_ids; },
-          "Those of column 0: [n] int32, run after run. O(1).")
+  nb::class_<FreedIds>(m, "Freed", nb::type_slots(freed_slots), "Ids that the tree gave back: the caller frees them.")
       .def_prop_ro(
           "columns",
           [](const FreedIds& self) { return self.columns.is_valid() ? self.columns : nb::make_tuple(self.page_ids); },
