@@ -31,7 +31,8 @@ import sys
 sys.meta_path = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
 import pagoda._native, pytest
 assert pagoda._native.__file__.startswith(sys.argv[1]), pagoda._native.__file__
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "no:xdist", "-k", "not costs_no_more", *sys.argv[2:]]))
+plugins = [word for name in ("cacheprovider", "benchmark", "xdist") for word in ("-p", f"no:{name}")]
+sys.exit(pytest.main(["-q", *plugins, "-k", "not costs", *sys.argv[2:]]))
 """
 
 
