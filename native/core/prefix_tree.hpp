@@ -302,6 +302,8 @@ class PrefixTree {
   template <typename Choose>
   void plan(int64_t target, const Choose& choose);
   void begin_plan(bool is_drop);
+  template <typename Each>
+  void for_checkpoints(const Cut& cut, Each each) const;
   void cut(int32_t node, int64_t from, int64_t to);
   void apply(const Cut& cut);
   int32_t last_checkpoint(int32_t node, int64_t length) const;  // relative to its begin; 0: none

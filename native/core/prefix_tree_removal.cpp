@@ -19,6 +19,16 @@ void PrefixTree::begin_plan(bool is_drop) {
   sizes_.states = 0;
 }
 
+// Calls each(checkpoint) for those that go with a cut, in order.
+template <typename Each>
+void PrefixTree::for_checkpoints(const Cut& cut, Each each) const {
+  if (!has_states_) return;
+  const int64_t begin = nodes_[cut.node].begin;
+  for (const Checkpoint& checkpoint : checkpoints_[static_cast<size_t>(cut.node)]) {
+    if (checkpoint.length > begin + cut.to && checkpoint.length <= begin + cut.from) each(checkpoint);
+  }
+}
+
 // Adds a cut to the plan.
 void PrefixTree::cut(int32_t node, int64_t from, int64_t to) {
   cuts_.push_back({node, static_cast<int32_t>(from), static_cast<int32_t>(to)});
@@ -30,19 +40,10 @@ void PrefixTree::cut(int32_t node, int64_t from, int64_t to) {
                                               : is_whole    ? held(c, node)
                                                             : count_held(at.run, c, begin, end);
   }
-  if (has_states_) {
-    for (const Checkpoint& checkpoint : checkpoints_[static_cast<size_t>(node)]) {
-      sizes_.states += checkpoint.length > at.begin + to && checkpoint.length <= at.begin + from;
-    }
-  }
+  for_checkpoints(cuts_.back(), [&](const Checkpoint&) { ++sizes_.states; });
   if (is_listened_) {
     TreeEvent gone = event(false, node, at.begin + to, at.begin + from);
-    if (has_states_) {
-      for (const Checkpoint& checkpoint : checkpoints_[static_cast<size_t>(node)]) {
-        if (checkpoint.length > at.begin + to && checkpoint.length <= at.begin + from)
-          gone.states.push_back(checkpoint);
-      }
-    }
+    for_checkpoints(cuts_.back(), [&](const Checkpoint& checkpoint) { gone.states.push_back(checkpoint); });
     cut_events_.push_back(std::move(gone));
   }
 }
@@ -233,14 +234,8 @@ void PrefixTree::carry_out(const std::vector<int32_t*>& columns, int32_t* states
       });
     }
   }
-  if (has_states_) {
-    for (const Cut& cut : cuts_) {
-      const int64_t begin = nodes_[cut.node].begin;
-      for (const Checkpoint& checkpoint : checkpoints_[static_cast<size_t>(cut.node)]) {
-        if (checkpoint.length > begin + cut.to && checkpoint.length <= begin + cut.from)
-          *states++ = checkpoint.state_id;
-      }
-    }
+  for (const Cut& cut : cuts_) {
+    for_checkpoints(cut, [&](const Checkpoint& checkpoint) { *states++ = checkpoint.state_id; });
   }
   if (!is_drop_) {
     for (const Cut& cut : cuts_) apply(cut);

@@ -15,36 +15,7 @@ from pagoda.errors import (
     OutOfRangeError,
     StaleError,
 )
-from pagoda.tree import PrefixTree
-from pagoda.tree.twin import PrefixTwin
-
-HOLE = -1
-
-
-@pytest.fixture(params=[PrefixTree, PrefixTwin], ids=["native", "twin"])
-def kind(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
-def lists(arrays: Any) -> list[list[int]]:
-    return [array.tolist() for array in arrays]
-
-
-def runs(tree: Any) -> list[tuple[int, int]]:
-    """Begin and end of each node, roots left out, parents before children."""
-    return [(view.begin, view.end) for view in tree.nodes() if view.level > 0]
-
-
-def told(tree: Any) -> list[Any]:
-    events: list[Any] = []
-    tree.listen(events.append)
-    return events
-
-
-def shape(event: Any) -> tuple[Any, ...]:
-    tokens, columns = event.tokens.tolist(), lists(event.columns)
-    return (type(event).__name__, event.position, event.parent, tokens, columns, event.states)
-
+from unit.tree_views import HOLE, lists, shape, told
 
 # Leases
 
