@@ -299,8 +299,8 @@ class PrefixTree {
   // Moves the lease, renews what was used; how far the sequence is usable now.
   int64_t settle(const Insertion& job);
 
-  template <typename Choose>
-  void plan(int64_t target, const Choose& choose);
+  template <typename Counted, typename Keep>
+  void plan(int64_t target, Counted counted, Keep keep);
   void begin_plan(bool is_drop);
   template <typename Each>
   void for_checkpoints(const Cut& cut, Each each) const;

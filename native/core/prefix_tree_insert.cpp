@@ -5,15 +5,14 @@
 
 namespace pagoda {
 
-// An insert under way. Positions: [0, base) is the lease's own, [base, end) the whole pages given, of which
-// [base, present) were there and [present, stored) are new.
+// An insert under way. Positions: [0, base) is the lease's own; of what is given, [base, present) was there and
+// [present, stored) is new.
 struct PrefixTree::Insertion {
   const Sequence& sequence;
   const std::vector<Ids>& columns;
   Lease* lease;  // null: none
   int32_t from;  // where it begins; -1: the namespace is not there
   int64_t base;
-  int64_t end;
   const int32_t* entries;  // the tokens given, as they stand in runs
   Place at{};              // where the sequence leaves what is there
   int64_t present = 0;
@@ -203,7 +202,7 @@ Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& co
       if (is_on) keys.tidy();
     }
   } tidy{extra_keys_, sequence.ranges != nullptr};
-  Insertion job{sequence, columns, lease, from, base, end, sequence.tokens.data};
+  Insertion job{sequence, columns, lease, from, base, sequence.tokens.data};
   std::vector<int32_t> translated;
   if (sequence.ranges != nullptr) {
     translated = extra_keys_.make(job.entries, sequence.tokens.size, base, *sequence.ranges);

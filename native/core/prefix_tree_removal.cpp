@@ -48,68 +48,36 @@ void PrefixTree::cut(int32_t node, int64_t from, int64_t to) {
   }
 }
 
-// Walks the order, cutting each node to what `choose` leaves of it, until the target is reached. choose(node,
-// length, missing) → tokens to keep of `length`, and how many of `missing` that frees.
-template <typename Choose>
-void PrefixTree::plan(int64_t target, const Choose& choose) {
+// Walks the order, cutting nodes until what the plan frees, as `counted` says, reaches the target. keep(node, length,
+// missing) → how many of `length` tokens stay, so that `missing` come free if the node has them.
+template <typename Counted, typename Keep>
+void PrefixTree::plan(int64_t target, Counted counted, Keep keep) {
   if (planned_.bucket_count() > 1024) planned_ = {};  // clearing pays for the largest plan there ever was
   planned_.clear();
   const auto state = [this](int32_t node) -> std::pair<int32_t, int32_t>& {
     return planned_.try_emplace(node, nodes_[node].run.length, nodes_[node].num_children).first->second;
   };
-  int64_t got = 0;
-  for (int32_t node = order_.coldest(); got < target;) {
+  for (int32_t node = order_.coldest(); counted() < target;) {
     if (state(node).first == 0) {  // went with its children
       node = order_.after(node);
       continue;
     }
     const int32_t length = state(node).first;
-    const auto [keep, freed] = choose(node, length, target - got);
-    got += freed;
-    cut(node, length, keep);
-    state(node).first = keep;
-    if (keep > 0) continue;
+    const int32_t kept = keep(node, length, target - counted());
+    cut(node, length, kept);
+    state(node).first = kept;
+    if (kept > 0) continue;
     // A parent that becomes a leaf keeps only what a checkpoint can resume from.
     for (int32_t parent = nodes_[node].parent; has_states_; parent = nodes_[parent].parent) {
       if (nodes_[parent].is_root() || --state(parent).second > 0 || nodes_[parent].locks > 0) break;
-      auto& [left, children] = state(parent);
+      int32_t& left = state(parent).first;
       const int32_t last = last_checkpoint(parent, left);
-      if (last < left) {
-        const Sizes before = sizes_;
-        cut(parent, left, last);
-        left = last;
-        got += choose.freed(before, sizes_);
-      }
+      if (last < left) cut(parent, left, last);
+      left = last;
       if (last > 0) break;
     }
   }
 }
-
-namespace {
-
-// Frees pages of one column.
-struct PagesOf {
-  int column;
-  int64_t freed(const PrefixTree::Sizes& before, const PrefixTree::Sizes& after) const {
-    return after.columns[static_cast<size_t>(column)] - before.columns[static_cast<size_t>(column)];
-  }
-};
-
-// Frees checkpoints.
-struct States {
-  int64_t freed(const PrefixTree::Sizes& before, const PrefixTree::Sizes& after) const {
-    return after.states - before.states;
-  }
-};
-
-template <typename What, typename Keep>
-struct Choice : What {
-  Choice(What what, Keep keep) : What(what), keep(keep) {}
-  auto operator()(int32_t node, int32_t length, int64_t missing) const { return keep(node, length, missing); }
-  Keep keep;
-};
-
-}  // namespace
 
 const PrefixTree::Sizes& PrefixTree::plan_evict(int64_t n, int column) {
   const int64_t pages = math_.pages_for(n);
@@ -142,40 +110,34 @@ const PrefixTree::Sizes& PrefixTree::plan_evict(int64_t n, int column) {
     }
     return sizes_;
   }
-  const auto keep = [&](int32_t node, int32_t length, int64_t missing) {
+  const auto counted = [&] { return sizes_.columns[static_cast<size_t>(column)]; };
+  plan(pages, counted, [&](int32_t node, int32_t length, int64_t missing) {
     // The last page that has to go, and back to the checkpoint before it.
-    const Node& at = nodes_[node];
-    int64_t page = math_.page(length), freed = std::min(page, missing);
+    int64_t page = math_.page(length);
     if (!is_window(column)) {
-      page -= freed;
+      page -= std::min(page, missing);
     } else {
-      freed = 0;
-      runs_.for_pages_backward(at.run, column, 0, page, [&](const int32_t* ids, int64_t n) {
-        for (; n > 0 && freed < missing; --page) freed += ids[--n] >= 0;
-        return freed < missing;
+      runs_.for_pages_backward(nodes_[node].run, column, 0, page, [&](const int32_t* ids, int64_t n) {
+        for (; n > 0 && missing > 0; --page) missing -= ids[--n] >= 0;
+        return missing > 0;
       });
     }
-    int32_t to = static_cast<int32_t>(math_.first_slot(page));
-    if (has_states_) to = last_checkpoint(node, to);
-    return std::pair<int32_t, int64_t>(to, freed + count_held(at.run, column, math_.page(to), page));
-  };
-  plan(pages, Choice<PagesOf, decltype(keep)>({column}, keep));
+    const int32_t kept = static_cast<int32_t>(math_.first_slot(page));
+    return has_states_ ? last_checkpoint(node, kept) : kept;
+  });
   return sizes_;
 }
 
 const PrefixTree::Sizes& PrefixTree::plan_evict_states(int64_t n) {
   require_evictable(n, "evictable states", states_);
   begin_plan(false);
-  const auto keep = [&](int32_t node, int32_t length, int64_t missing) {
-    int64_t freed = 0;
-    int32_t to = length;
-    while (freed < missing && (to = last_checkpoint(node, to)) > 0) {
-      ++freed;
-      --to;
-    }
-    return std::pair<int32_t, int64_t>(to > 0 ? last_checkpoint(node, to) : 0, freed);
-  };
-  plan(n, Choice<States, decltype(keep)>({}, keep));
+  plan(
+      n, [&] { return sizes_.states; },
+      [&](int32_t node, int32_t length, int64_t missing) {
+        int32_t kept = last_checkpoint(node, length);
+        for (; kept > 0 && missing > 0; --missing) kept = last_checkpoint(node, kept - 1);
+        return kept;
+      });
   return sizes_;
 }
 
