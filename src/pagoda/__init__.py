@@ -1,8 +1,8 @@
 """Pagoda: the KV-cache memory of an LLM inference engine, as a library.
 
-The rooms, each importing only those before it: `errors`, `ids` (which ids are free), `tables` (which
-pages a row uses), `tree` (what is already computed), `kernels` (moving keys and values), `pools` (the
-tensors), `compat` (the names of public designs), `cli`. docs/layers.md has the map.
+The rooms, each importing only those before it: `errors`, `layout` (what a model stores), `ids` (which ids
+are free), `tables` (which pages a row uses), `tree` (what is already computed), `kernels` (moving keys and
+values), `pools` (the tensors), `compat` (the names of public designs), `cli`. docs/layers.md has the map.
 """
 
 from importlib.metadata import version as _version
@@ -11,6 +11,34 @@ from pagoda import compat, errors
 from pagoda.compat import *  # noqa: F403
 from pagoda.errors import *  # noqa: F403
 from pagoda.ids import FreeList
+from pagoda.layout import (
+    Budget,
+    CompressedAttention,
+    Entry,
+    FullAttention,
+    GatedDelta,
+    KimiDelta,
+    Kind,
+    LatentAttention,
+    Layout,
+    Lightning,
+    Mamba1,
+    Mamba2,
+    Need,
+    PagedGroup,
+    Pages,
+    Part,
+    RecurrentKind,
+    RingWindow,
+    Share,
+    SharedAttention,
+    ShortConv,
+    StateGroup,
+    WindowAttention,
+    from_hf,
+    model_config,
+    model_names,
+)
 from pagoda.pools import DeviceTable, Staging, StatePart, StatePool, TokenPool
 from pagoda.tables import Growth, PageTable, TableWrites
 from pagoda.tree import (
@@ -32,28 +60,54 @@ from pagoda.tree import (
 __version__ = _version("pagoda-kv")
 
 __all__ = [
+    "Budget",
+    "CompressedAttention",
     "Counts",
     "DeviceTable",
+    "Entry",
     "FreeList",
     "Freed",
+    "FullAttention",
+    "GatedDelta",
     "Growth",
     "Inserted",
+    "KimiDelta",
+    "Kind",
+    "LatentAttention",
+    "Layout",
     "Lease",
+    "Lightning",
+    "Mamba1",
+    "Mamba2",
     "Match",
+    "Need",
     "NodeView",
     "PageTable",
+    "PagedGroup",
+    "Pages",
+    "Part",
     "PrefixTree",
+    "RecurrentKind",
     "Removed",
+    "RingWindow",
+    "Share",
+    "SharedAttention",
+    "ShortConv",
     "Staging",
+    "StateGroup",
     "StatePart",
     "StatePool",
     "Stored",
     "TableWrites",
     "Tally",
     "TokenPool",
+    "WindowAttention",
     "draw_json",
     "draw_rich",
     "draw_text",
+    "from_hf",
+    "model_config",
+    "model_names",
     *compat.__all__,
     *errors.__all__,
 ]

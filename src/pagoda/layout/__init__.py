@@ -1,0 +1,70 @@
+"""What every model stores. In: a model's config; out: groups of layers, and every size in the house.
+
+`kinds` has one frozen description a layer, `entries` the bytes of one token in one tensor, `groups` the
+layers that share ids, `Layout` the whole model with its questions, `sizing` the division of memory,
+`configs/` the reading of Hugging Face configs, `models/` those of well-known models. Knows no torch."""
+
+from pagoda.layout.configs.reading import from_hf, model_config, model_names
+from pagoda.layout.entries import (
+    Entry,
+    Part,
+    compressed_fp8,
+    index_keys,
+    latent,
+    latent_fp8,
+    plain,
+)
+from pagoda.layout.groups import PagedGroup, StateGroup
+from pagoda.layout.kinds import (
+    CompressedAttention,
+    FullAttention,
+    GatedDelta,
+    KimiDelta,
+    Kind,
+    LatentAttention,
+    Lightning,
+    Mamba1,
+    Mamba2,
+    Pages,
+    RecurrentKind,
+    RingWindow,
+    SharedAttention,
+    ShortConv,
+    WindowAttention,
+)
+from pagoda.layout.layout import Layout, Need
+from pagoda.layout.sizing import Budget, Share
+
+__all__ = [
+    "Budget",
+    "CompressedAttention",
+    "Entry",
+    "FullAttention",
+    "GatedDelta",
+    "KimiDelta",
+    "Kind",
+    "LatentAttention",
+    "Layout",
+    "Lightning",
+    "Mamba1",
+    "Mamba2",
+    "Need",
+    "PagedGroup",
+    "Pages",
+    "Part",
+    "RecurrentKind",
+    "RingWindow",
+    "Share",
+    "SharedAttention",
+    "ShortConv",
+    "StateGroup",
+    "WindowAttention",
+    "compressed_fp8",
+    "from_hf",
+    "index_keys",
+    "latent",
+    "latent_fp8",
+    "model_config",
+    "model_names",
+    "plain",
+]

@@ -1,0 +1,119 @@
+"""Reading the fields of a model's config. In: a Hugging Face config in any form; out: checked values, or a
+ConfigError that names the model and the field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from pagoda.errors import ConfigError
+
+__all__ = ["Fields"]
+
+_LARGEST = 2**40  # of a dimension: a config with more is no config
+_LARGEST_FILE = 2**24
+
+
+class Fields:
+    """The fields of one config, by name. A field that is missing or null is absent."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
+        self._values = values
+        self.model_type = str(values.get("model_type") or "")
+        self.where = where or f"a config of {self.model_type or 'no model_type'}"
+
+    @staticmethod
+    def read(config: Any) -> Fields:
+        """From a config object, a dict, a config.json or the folder it lies in. Errors: ConfigError."""
+        if isinstance(config, (str, PathLike)):
+            return Fields(_load(Path(config)))
+        values = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"config: give a Hugging Face config, its dict or the path of its config.json, "
+                f"not {type(config).__name__}"
+            )
+        return Fields(values)
+
+    def text(self) -> Fields:
+        """The part about text of a model that also sees or hears; itself otherwise."""
+        for key in ("text_config", "thinker_config", "llm_config", "language_config"):
+            inner: Any = self._values.get(key)
+            if hasattr(inner, "to_dict"):
+                inner = inner.to_dict()
+            if isinstance(inner, Mapping):
+                outer = {k: self._values[k] for k in ("dtype", "torch_dtype") if k in self._values}
+                # Some keep the type of the whole and give the part none.
+                inner = {"model_type": self.model_type, **outer, **inner}
+                return Fields(inner).text()
+        return self
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
+        """The same fields, and defaults for those that are missing; a null stays a null."""
+        return Fields({**defaults, **self._values}, self.where)
+
+    def has(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def get(self, name: str) -> Any:
+        return self._values.get(name)
+
+    def integer(self, *names: str, default: int | None = None, low: int = 1) -> int:
+        """The first of several names that is there, as an integer of at least `low`."""
+        for name in names:
+            value = self._values.get(name)
+            if value is None:
+                continue
+            whole = int(value) if isinstance(value, float) and value.is_integer() else value
+            if isinstance(whole, bool) or not isinstance(whole, int) or not low <= whole <= _LARGEST:
+                raise self.error(f"{name} should be an integer of at least {low}, not {str(value)[:40]!r}")
+            return whole
+        if default is None:
+            raise self.error(f"it has no {' or '.join(names)}")
+        return default
+
+    def number(self, name: str, default: float) -> float:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _LARGEST:
+            raise self.error(f"{name} should be a number above 0, not {str(value)[:40]!r}")
+        return value
+
+    def list(self, name: str) -> list[Any] | None:
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+            raise self.error(f"{name} should be a list, not {str(value)[:40]!r}")
+        return list(value)
+
+    def inner(self, name: str) -> Fields | None:
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.error(f"{name} should be an object, not {str(value)[:40]!r}")
+        return Fields(value, f"{name} of {self.where}")
+
+    def error(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {what}")
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    """The object in a config.json, or in the one of a folder."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        if file.stat().st_size > _LARGEST_FILE:
+            raise ConfigError(f"{file} is too large to be a config.json")
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as missing:
+        raise ConfigError(f"{file} cannot be read: {missing.strerror}: give a config.json") from None
+    except (ValueError, RecursionError) as broken:
+        raise ConfigError(f"{file} is no JSON: {str(broken)[:100]}") from None
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{file} holds no JSON object: give a config.json")
+    return values
