@@ -13,10 +13,10 @@ import torch
 
 from pagoda.errors import ArgumentError, CapacityError, ConfigError, InvariantError
 from pagoda.ids import FreeList
+from pagoda.layout.numbers import count
 from pagoda.pools import DeviceTable, Staging, StatePart, StatePool, TokenPool
 from pagoda.pools.arguments import (
     AnyIds,
-    count,
     host_ids,
     is_unread,
     layer_number,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeGuard
 
@@ -13,10 +12,10 @@ import torch
 
 from pagoda.errors import ArgumentError, CaptureError, ConfigError, OutOfRangeError
 from pagoda.kernels import on_device
+from pagoda.layout.numbers import integer
 
 __all__ = [
     "AnyIds",
-    "count",
     "filled",
     "host_ids",
     "is_unread",
@@ -53,27 +52,9 @@ def resolve_device(device: torch.device | str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _integer(value: Any, name: str, low: int, error: type[ConfigError] | type[ArgumentError]) -> int:
-    try:
-        integer = operator.index(value)
-    except TypeError:
-        raise error(f"{name}: give an integer, not {type(value).__name__}") from None
-    if integer < low:
-        raise error(f"{name}: give {low} or more, not {max(integer, -(10**18))}")
-    return integer
-
-
-def count(value: Any, name: str, low: int = 1) -> int:
-    """A size of something to be built, at least `low`, or a ConfigError that names it."""
-    size = _integer(value, name, low, ConfigError)
-    if size > 2**62:
-        raise ConfigError(f"{name}: larger than any memory")
-    return size
-
-
 def number(value: Any, name: str) -> int:
     """An integer argument of a call, not negative, or an ArgumentError that names it."""
-    return _integer(value, name, 0, ArgumentError)
+    return integer(value, name, 0, ArgumentError)
 
 
 def layer_number(layer: Any, num_layers: int) -> int:

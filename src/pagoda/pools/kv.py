@@ -13,9 +13,10 @@ import torch
 
 from pagoda import kernels
 from pagoda.errors import ArgumentError, ConfigError, InvariantError
+from pagoda.layout import PagedGroup
+from pagoda.layout.numbers import count
 from pagoda.pools.arguments import (
     AnyIds,
-    count,
     filled,
     layer_number,
     refuse_capture,
@@ -123,6 +124,49 @@ class TokenPool:
         for layer, buffer in enumerate(given):
             require_buffer(buffer, whole, self.dtype, self.device, f"{name}[{layer}]")
         return list(given)
+
+    @classmethod
+    def from_group(
+        cls,
+        group: PagedGroup,
+        num_pages: int,
+        device: torch.device | str = "cuda",
+        *,
+        k_scale: Sequence[float] | None = None,
+        v_scale: Sequence[float] | None = None,
+        staging: Staging | None = None,
+    ) -> TokenPool:
+        """The pool of a group of layers: its page has the bytes that the group says.
+
+        Layers are numbered from 0 in the order of `group.layers`. Cost: that of the memory. Errors:
+        ConfigError, also for what is not plain keys and values: compressed entries, scales, indexer keys.
+        """
+        if not isinstance(group, PagedGroup):
+            raise ConfigError(f"group: give a PagedGroup of a Layout, not {type(group).__name__}")
+        entries = group.pages.entries
+        dtypes = {part.dtype for entry in entries for part in (*entry.parts, *entry.scales)}
+        names = tuple(entry.name for entry in entries)
+        if names not in (("keys", "values"), ("latent",)) or len(dtypes) > 1 or group.pages.ratio > 1:
+            raise ConfigError(
+                f"group {group.name}: a TokenPool holds keys and values, or a latent, of one dtype, "
+                f"not {', '.join(names)} of {', '.join(sorted(dtypes))}"
+            )
+        if names == ("latent",):  # one head, its parts side by side
+            k_shape, v_shape = (1, sum(part.shape[0] for part in entries[0].parts)), None
+        else:
+            k_shape, v_shape = ((e.parts[0].shape[0], e.parts[0].shape[1]) for e in entries)
+        return cls(
+            num_pages,
+            group.page_tokens,
+            len(group.layers),
+            k_shape,
+            v_shape,
+            getattr(torch, dtypes.pop()),
+            device,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            staging=staging,
+        )
 
     @property
     def page_bytes(self) -> int:

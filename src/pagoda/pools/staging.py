@@ -20,9 +20,9 @@ import torch
 
 from pagoda.errors import ArgumentError, ConfigError, InvariantError
 from pagoda.kernels import on_device
+from pagoda.layout.numbers import count
 from pagoda.pools.arguments import (
     AnyIds,
-    count,
     host_ids,
     is_unread,
     refuse_capture,

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from pagoda.errors import ArgumentError, ConfigError, InvariantError
+from pagoda.layout import StateGroup
+from pagoda.layout.numbers import count
 from pagoda.pools.arguments import (
     AnyIds,
-    count,
     filled,
     host_ids,
     is_unread,
@@ -76,6 +77,32 @@ class StatePool:
         self._staging = staging_of(self.device, staging)
         self._lock = threading.RLock()
         self._at = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
+
+    @classmethod
+    def from_group(
+        cls,
+        group: StateGroup,
+        num_rows: int,
+        device: torch.device | str = "cuda",
+        *,
+        staging: Staging | None = None,
+    ) -> StatePool:
+        """The pool of a group of layers: its row has the bytes that the group says.
+
+        Layers are numbered from 0 in the order of `group.layers`. Cost: that of the memory. Errors:
+        ConfigError, also for layers that keep different states.
+        """
+        if not isinstance(group, StateGroup):
+            raise ConfigError(f"group: give a StateGroup of a Layout, not {type(group).__name__}")
+        if len(set(group.parts)) > 1:
+            raise ConfigError(
+                f"group {group.name}: its layers keep different states: one StatePool holds one kind"
+            )
+        parts = {
+            part.name: StatePart(part.shape, getattr(torch, part.dtype), part.initial)
+            for part in group.parts[0]
+        }
+        return cls(num_rows, len(group.layers), parts, device, staging=staging)
 
     def layer(self, layer: int) -> dict[str, torch.Tensor]:
         """Views of a layer's parts: [num_rows + 1, *shape] each. O(parts). Errors: ArgumentError."""

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from pagoda.errors import ArgumentError, InvariantError
-from pagoda.pools.arguments import AnyIds, count, filled, host_ids, require_range, resolve_device
+from pagoda.layout.numbers import count
+from pagoda.pools.arguments import AnyIds, filled, host_ids, require_range, resolve_device
 from pagoda.pools.staging import Staging, staging_of
 
 __all__ = ["DeviceTable"]

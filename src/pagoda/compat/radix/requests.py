@@ -20,15 +20,8 @@ from pagoda.compat.tokens import host_pages, host_tokens
 from pagoda.compat.tokens import require_range as require_token_range
 from pagoda.errors import ArgumentError, CapacityError, ConfigError, NotHeldError, OutOfRangeError
 from pagoda.ids import FreeList
-from pagoda.pools.arguments import (
-    AnyIds,
-    count,
-    host_ids,
-    number,
-    refuse_capture,
-    require_range,
-    resolve_device,
-)
+from pagoda.layout.numbers import count
+from pagoda.pools.arguments import AnyIds, host_ids, number, refuse_capture, require_range, resolve_device
 
 __all__ = ["CacheManager", "Request"]
 

@@ -92,7 +92,7 @@ def _family(fields: Fields, like: str | None) -> Family:
         raise ConfigError("config: it has no model_type: give the config.json of a causal language model")
     raise ConfigError(
         f"model_type {wanted[:60]!r} is not known. If its layers store what those of a known family do, name "
-        f"that family, like='llama'; else describe them with Layout([FullAttention(…), …]), or add the family "
+        f"that family, like='llama'; else describe them with Layout([FullAttention(…), …]), or add it "
         f"to pagoda/layout/configs/families.py. Known: {known}"
     )
 

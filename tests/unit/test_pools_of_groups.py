@@ -1,0 +1,100 @@
+"""Pools take their sizes from layouts: what a group says a page or row weighs is what tensors weigh."""
+
+import pytest
+import torch
+
+from pagoda import (
+    ConfigError,
+    FullAttention,
+    GatedDelta,
+    LatentAttention,
+    Layout,
+    PagedGroup,
+    StateGroup,
+    StatePool,
+    TokenPool,
+    WindowAttention,
+    from_hf,
+    model_config,
+)
+from pagoda.layout import index_keys, latent
+
+# Every kind of paged layer that a TokenPool holds, with unequal sizes.
+PAGED = [
+    FullAttention(kv_heads=3, k_dim=24, v_dim=16),
+    FullAttention(kv_heads=2, k_dim=8, v_dim=8, dtype="fp8"),
+    WindowAttention(kv_heads=1, k_dim=32, v_dim=32, window=40, dtype="float32"),
+    LatentAttention(entry=latent(48, 16, "bfloat16")),
+    LatentAttention(entry=latent(48, 0, "float16")),
+]
+
+
+@pytest.mark.parametrize("kind", PAGED, ids=lambda kind: type(kind).__name__)
+@pytest.mark.parametrize("page_tokens", [1, 16])
+def test_a_page_of_a_pool_weighs_what_its_group_says(kind: FullAttention | LatentAttention, page_tokens: int):
+    (group,) = Layout([kind, kind, kind], page_tokens).paged_groups
+    pool = TokenPool.from_group(group, 5, "cpu")
+    tensors = [*pool.k_buffer, *pool.v_buffer]
+    assert sum(tensor.nbytes for tensor in tensors) == group.page_bytes * 6  # page 0 is padding
+    assert len(pool.k_buffer) == 3
+    assert (pool.num_pages, pool.page_size) == (5, page_tokens)
+    pool.check()
+
+
+def test_keys_and_values_have_the_shapes_of_the_layer():
+    (group,) = Layout([FullAttention(kv_heads=3, k_dim=24, v_dim=16)] * 2, 4).paged_groups
+    pool = TokenPool.from_group(group, 2, "cpu")
+    assert pool.k_buffer[0].shape == (12, 3, 24)
+    assert pool.v_buffer[1].shape == (12, 3, 16)
+    assert pool.k_buffer[0].dtype == torch.bfloat16
+    (group,) = Layout([LatentAttention(entry=latent(48, 16, "float32"))], 4).paged_groups
+    pool = TokenPool.from_group(group, 2, "cpu")
+    assert pool.k_buffer[0].shape == (12, 1, 64)
+    assert pool.v_buffer == []
+
+
+def test_a_row_of_a_pool_weighs_what_its_group_says():
+    kind = GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=16, kernel=4)
+    group = Layout([kind, [], kind]).state_group
+    assert group is not None
+    pool = StatePool.from_group(group, 3, "cpu")
+    assert pool.mem_bytes() == group.row_bytes * 4  # row 0 is padding
+    assert pool.tensors["recurrent"].shape == (2, 4, 4, 8, 16)
+    assert pool.tensors["recurrent"].dtype == torch.float32
+    assert pool.tensors["conv"].shape == (2, 4, 2 * 2 * 8 + 4 * 16, 3)
+    assert pool.tensors["conv"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["gemma-3-27b", "deepseek-v3", "qwen3-next-80b-a3b", "kimi-linear-48b-a3b"])
+def test_pools_of_a_known_model_hold_what_its_budget_says(name: str):
+    layout = from_hf(model_config(name)).shard(2)
+    budget = layout.divide("1GiB", 1000)
+    num_bytes = 0
+    for share in budget.shares:
+        if isinstance(share.group, StateGroup):
+            num_bytes += StatePool.from_group(share.group, share.num_units, "cpu").mem_bytes()
+        else:
+            num_bytes += TokenPool.from_group(share.group, share.num_units, "cpu").mem_bytes()
+    assert num_bytes == 2**30 - budget.spare_bytes
+    assert budget.spare_bytes >= 0
+
+
+def group_of(*kinds: object) -> PagedGroup | StateGroup:
+    return Layout(list(kinds)).groups[0]  # type: ignore[arg-type]
+
+
+def test_groups_that_a_pool_cannot_hold_are_refused():
+    indexed = group_of(LatentAttention(entry=latent(48, 16, "bfloat16"), index=index_keys(32, "bf16")))
+    scaled = group_of(LatentAttention(entry=latent(48, 16, "float8_e4m3fn"), index=index_keys(32, "fp8")))
+    for group in (indexed, scaled):
+        with pytest.raises(ConfigError, match="not latent, index"):
+            TokenPool.from_group(group, 1, "cpu")  # type: ignore[arg-type]
+    flash = from_hf(model_config("deepseek-v4-flash"))
+    with pytest.raises(ConfigError, match="group csa"):
+        TokenPool.from_group(flash.group("csa"), 1, "cpu")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="different states"):
+        StatePool.from_group(flash.group("state"), 1, "cpu")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="give a PagedGroup"):
+        TokenPool.from_group(flash.group("state"), 1, "cpu")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="give a StateGroup"):
+        StatePool.from_group(flash.group("csa"), 1, "cpu")  # type: ignore[arg-type]
