@@ -9,7 +9,7 @@ PEER_PYTHON ?= python3.11
 PEERS := build/peers
 SGLANG := sglang-0.5.23
 
-.PHONY: help run demo test test-gpu check format bench bench-peers plots clean
+.PHONY: help run demo test test-gpu check format bench bench-peers plots models clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -28,6 +28,7 @@ check: $(INSTALLED) ## formatting, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+	$(BIN)/python docs/models.py --check
 
 format: $(INSTALLED) ## make the formatters happy
 	$(BIN)/ruff format .
@@ -43,6 +44,9 @@ bench-peers: $(PEERS)/.installed ## our prefix tree beside SGLang's, one workloa
 plots: $(INSTALLED) ## docs/plots, drawn from bench/results
 	$(BIN)/python -m pip install -q -c constraints.txt matplotlib
 	$(BIN)/python -m bench.plot
+
+models: $(INSTALLED) ## docs/models.md, made from the shipped configs
+	$(BIN)/python docs/models.py
 
 # With the Python of a GPU machine, which brings torch, triton and pytest: nothing is fetched.
 test-gpu: ## all tests on a machine with a GPU, compiled kernels, offline

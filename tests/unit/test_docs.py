@@ -13,6 +13,7 @@ def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]):
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     exec(compile(example, "README.md", "exec"), {})
     told = capsys.readouterr().out
+    assert "131072 79\n" in told
     assert "Match(32 of 32 tokens found)" in told
     assert "997 free, 2 held, 1 quarantined" in told
 

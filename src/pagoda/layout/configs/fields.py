@@ -45,7 +45,9 @@ class Fields:
             if hasattr(inner, "to_dict"):
                 inner = inner.to_dict()
             if isinstance(inner, Mapping):
-                outer = {k: self._values[k] for k in ("dtype", "torch_dtype") if k in self._values}
+                outer = {
+                    k: self._values[k] for k in ("_name_or_path", "dtype", "torch_dtype") if k in self._values
+                }
                 # Some keep the type of the whole and give the part none.
                 inner = {"model_type": self.model_type, **outer, **inner}
                 return Fields(inner).text()
