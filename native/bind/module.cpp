@@ -11,6 +11,7 @@ NB_MODULE(_native, m) {
   bind_free_list(m);
   bind_page_table(m);
   bind_prefix_tree(m);
+  bind_manager(m);
   m.def(
       "sum_ids",
       [](nb::handle ids) {

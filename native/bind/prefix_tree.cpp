@@ -17,24 +17,8 @@ namespace {
 constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxCount = std::numeric_limits<int64_t>::max() / 2;
 
-// Finds what keeps objects alive, for the garbage collector.
-int traverse_tree(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  if (!nb::inst_ready(self)) return 0;
-  for (const nb::object& listener : nb::inst_ptr<Tree>(self)->listeners) Py_VISIT(listener.ptr());
-  return 0;
-}
-
-int clear_tree(PyObject* self) {
-  if (nb::inst_ready(self)) {
-    std::vector<nb::object> listeners;
-    listeners.swap(nb::inst_ptr<Tree>(self)->listeners);
-  }
-  return 0;
-}
-
-PyType_Slot tree_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_tree)},
-                            {Py_tp_clear, reinterpret_cast<void*>(clear_tree)},
+PyType_Slot tree_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_listeners<Tree>)},
+                            {Py_tp_clear, reinterpret_cast<void*>(clear_listeners<Tree>)},
                             {0, nullptr}};
 void construct(Tree* self, nb::handle page_size, nb::handle windows, nb::handle states, nb::handle capacity) {
   to_config([&] {
@@ -224,7 +208,7 @@ nb::object drop(Tree& self, nb::handle space) {
 nb::object punch(Tree& self, nb::handle lease, nb::handle column, nb::handle end) {
   const int which = to_column(self, column);
   const int64_t until = to_int(end, "end", 0, kMaxCount);
-  auto ids = new_int32(self.core.plan_punch(to_held_lease(self, lease).id, which, until));
+  auto ids = new_int32(self.core.plan_punch(to_held_lease(self, lease).id, which, 0, until));
   self.core.carry_out_punch(ids.data);
   deliver(self);
   return ids.array;
@@ -276,51 +260,10 @@ nb::object counts(const Tree& self) {
                                core.num_leaves(), core.num_leases());
 }
 
-nb::list nodes(const Tree& self, nb::handle max_nodes, nb::handle max_tokens, nb::handle space) {
-  const int64_t most = to_int(max_nodes, "max_nodes", 0, kMaxCount);
-  const int64_t run = to_int(max_tokens, "max_tokens", 0, kMaxCount);
-  std::string_view name;
-  if (!space.is_none()) name = to_space(space);
-  nb::object view = nb::module_::import_("pagoda.tree.values").attr("NodeView");
-  nb::list views;
-  const std::string* last = nullptr;
-  nb::object last_name;
-  for (const NodeInfo& node : self.core.nodes(most, run, space.is_none() ? nullptr : &name)) {
-    const nb::object parent = node.parent == 0 ? nb::none() : nb::object(nb::int_(node.parent));
-    if (node.space != last) last_name = to_bytes(*(last = node.space));
-    views.append(view(node.number, parent, last_name, node.is_dropped, node.level, node.begin, node.end,
-                      to_array(node.tokens), to_tuple(node.columns), node.num_children, node.leases, node.used,
-                      to_tuple(node.checkpoints)));
-  }
-  return views;
-}
-
 nb::object windows(const Tree& self) {
   nb::list columns;
   for (int64_t window : self.core.windows()) columns.append(window == 0 ? nb::none() : nb::object(nb::int_(window)));
   return nb::tuple(columns);
-}
-
-void listen(Tree& self, nb::handle listener) {
-  if (!PyCallable_Check(listener.ptr())) throw BadArgument("listener: give a callable that takes an event");
-  self.listeners.push_back(nb::borrow(listener));
-  self.core.listen(true);
-}
-
-void unlisten(Tree& self, nb::handle listener) {
-  // Comparing runs Python: it sees a copy.
-  const std::vector<nb::object> listeners = self.listeners;
-  for (const nb::object& each : listeners) {
-    if (!each.is(listener) && !each.equal(listener)) continue;
-    const auto it = std::find_if(self.listeners.begin(), self.listeners.end(),
-                                 [&](const nb::object& other) { return other.is(each); });
-    if (it == self.listeners.end()) break;
-    const nb::object gone = *it;
-    self.listeners.erase(it);
-    self.core.listen(!self.listeners.empty());
-    return;
-  }
-  throw BadArgument("listener: this one does not listen");
 }
 
 std::string repr(const Tree& self) {
@@ -466,16 +409,19 @@ The caller owns the ids it returns. Cost: its runs. Errors: ArgumentError.)")
       .def(
           "check", [](const Tree& self) { self.core.check(); }, nb::sig("def check(self) -> None"),
           "Verifies invariants 10 to 12, 14 and 15. Cost: a walk over all of it. Errors: InvariantError.")
-      .def("listen", &listen, nb::arg("listener").none(),
+      .def(
+          "listen", [](Tree& self, nb::handle listener) { listen(self.core, self, listener); }, nb::arg("listener").none(),
            nb::sig("def listen(self, listener: Callable[[Stored | Removed], object]) -> None"),
            R"(From now on this callable gets every event, in order, when the call that made it is done.
 
 O(1); calls then cost a copy of what they store or remove. What a listener raises goes to
 sys.unraisablehook. Errors: ArgumentError.)")
-      .def("unlisten", &unlisten, nb::arg("listener").none(),
+      .def(
+          "unlisten", [](Tree& self, nb::handle listener) { unlisten(self.core, self, listener); }, nb::arg("listener").none(),
            nb::sig("def unlisten(self, listener: Callable[[Stored | Removed], object]) -> None"),
            "Ends what `listen` began. O(listeners). Errors: ArgumentError when it does not listen.")
-      .def("nodes", &nodes, nb::arg("max_nodes").none() = 1000, nb::arg("max_tokens").none() = 32,
+      .def(
+          "nodes", [](const Tree& self, nb::handle most, nb::handle run, nb::handle space) { return list_nodes(self.core, most, run, space); }, nb::arg("max_nodes").none() = 1000, nb::arg("max_tokens").none() = 32,
            nb::arg("namespace").none() = nb::none(),
            nb::sig("def nodes(self, max_nodes: int = 1000, max_tokens: int = 32, namespace: bytes | str | None = None) "
                    "-> list[NodeView]"),

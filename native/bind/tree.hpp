@@ -14,8 +14,15 @@
 
 namespace pagoda::bind {
 
+// Who listens to a tree.
+struct Listeners {
+  std::vector<nb::object> listeners;
+  std::deque<TreeEvent> news;  // not delivered yet
+  bool is_delivering = false;
+};
+
 // pagoda.PrefixTree: the core's tree and who listens to it.
-struct Tree {
+struct Tree : Listeners {
   Tree(int64_t page_size, std::vector<int64_t> windows, bool has_states, int64_t capacity)
       : core(page_size, std::move(windows), has_states, capacity) {
     static int64_t next = 1;
@@ -23,9 +30,6 @@ struct Tree {
   }
   PrefixTree core;
   int64_t id;  // tells a match of another tree
-  std::vector<nb::object> listeners;
-  std::deque<TreeEvent> news;  // not delivered yet
-  bool is_delivering = false;
 };
 
 // ── what the tree's calls return ────────────────────────────────────────────────────────────────────
@@ -80,7 +84,30 @@ void release_lease(Tree& tree, HeldLease& lease);
 void bind_tree_values(nb::module_& m);
 
 // Hands the events of a call that is done to the listeners. Their exceptions are reported, not raised.
-void deliver(Tree& tree);
+void deliver(PrefixTree& core, Listeners& to);
+inline void deliver(Tree& tree) { deliver(tree.core, tree); }
+void listen(PrefixTree& core, Listeners& to, nb::handle listener);
+void unlisten(PrefixTree& core, Listeners& to, nb::handle listener);
+
+// For the garbage collector: what an object with listeners keeps alive.
+template <typename T>
+int traverse_listeners(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  for (const nb::object& listener : nb::inst_ptr<T>(self)->listeners) Py_VISIT(listener.ptr());
+  return 0;
+}
+
+template <typename T>
+int clear_listeners(PyObject* self) {
+  if (nb::inst_ready(self)) {
+    std::vector<nb::object> listeners;
+    listeners.swap(nb::inst_ptr<T>(self)->listeners);
+  }
+  return 0;
+}
+
+nb::list list_nodes(const PrefixTree& core, nb::handle max_nodes, nb::handle max_tokens, nb::handle space);
 
 // ── arguments, read in two steps as arrays.hpp says: construct all, then borrow all ─────────────────
 

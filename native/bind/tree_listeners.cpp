@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "bind/tree.hpp"
 
 namespace pagoda::bind {
@@ -24,20 +26,20 @@ bool report(nb::handle listener) {
 
 }  // namespace
 
-void deliver(Tree& tree) {
-  if (!tree.core.has_events()) return;
-  for (TreeEvent& event : tree.core.take_events()) tree.news.push_back(std::move(event));
-  if (tree.is_delivering) return;  // a listener called: whoever delivers goes on with these
+void deliver(PrefixTree& core, Listeners& to) {
+  if (!core.has_events()) return;
+  for (TreeEvent& event : core.take_events()) to.news.push_back(std::move(event));
+  if (to.is_delivering) return;  // a listener called: whoever delivers goes on with these
   struct Delivery {
-    Tree& tree;
-    ~Delivery() { tree.is_delivering = false; }
-  } delivery{tree};
-  tree.is_delivering = true;
+    Listeners& to;
+    ~Delivery() { to.is_delivering = false; }
+  } delivery{to};
+  to.is_delivering = true;
   bool is_interrupted = false;
-  while (!tree.news.empty()) {
-    const TreeEvent event = std::move(tree.news.front());
-    tree.news.pop_front();
-    const std::vector<nb::object> listeners = tree.listeners;
+  while (!to.news.empty()) {
+    const TreeEvent event = std::move(to.news.front());
+    to.news.pop_front();
+    const std::vector<nb::object> listeners = to.listeners;
     nb::object told;
     try {
       told = to_python(event);
@@ -51,6 +53,28 @@ void deliver(Tree& tree) {
     }
   }
   if (is_interrupted) PyErr_SetInterrupt();  // raised again now that the call is done and everybody was told
+}
+
+void listen(PrefixTree& core, Listeners& to, nb::handle listener) {
+  if (!PyCallable_Check(listener.ptr())) throw BadArgument("listener: give a callable that takes an event");
+  to.listeners.push_back(nb::borrow(listener));
+  core.listen(true);
+}
+
+void unlisten(PrefixTree& core, Listeners& to, nb::handle listener) {
+  // Comparing runs Python: it sees a copy.
+  const std::vector<nb::object> listeners = to.listeners;
+  for (const nb::object& each : listeners) {
+    if (!each.is(listener) && !each.equal(listener)) continue;
+    const auto it = std::find_if(to.listeners.begin(), to.listeners.end(),
+                                 [&](const nb::object& other) { return other.is(each); });
+    if (it == to.listeners.end()) break;
+    const nb::object gone = *it;
+    to.listeners.erase(it);
+    core.listen(!to.listeners.empty());
+    return;
+  }
+  throw BadArgument("listener: this one does not listen");
 }
 
 }  // namespace pagoda::bind

@@ -1,6 +1,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <limits>
+
 #include "bind/tree.hpp"
 
 namespace pagoda::bind {
@@ -185,6 +187,25 @@ others are still the caller's.)")
       .def("__repr__", [](const FreedIds& self) {
         return "Freed(" + text(static_cast<int64_t>(nb::len(self.page_ids))) + " pages)";
       });
+}
+
+nb::list list_nodes(const PrefixTree& core, nb::handle max_nodes, nb::handle max_tokens, nb::handle space) {
+  const int64_t most = to_int(max_nodes, "max_nodes", 0, std::numeric_limits<int64_t>::max() / 2);
+  const int64_t run = to_int(max_tokens, "max_tokens", 0, std::numeric_limits<int64_t>::max() / 2);
+  std::string_view name;
+  if (!space.is_none()) name = to_space(space);
+  nb::object view = nb::module_::import_("pagoda.tree.values").attr("NodeView");
+  nb::list views;
+  const std::string* last = nullptr;
+  nb::object last_name;
+  for (const NodeInfo& node : core.nodes(most, run, space.is_none() ? nullptr : &name)) {
+    const nb::object parent = node.parent == 0 ? nb::none() : nb::object(nb::int_(node.parent));
+    if (node.space != last) last_name = nb::bytes((last = node.space)->data(), node.space->size());
+    views.append(view(node.number, parent, last_name, node.is_dropped, node.level, node.begin, node.end,
+                      to_array(node.tokens), to_tuple(node.columns), node.num_children, node.leases, node.used,
+                      to_tuple(node.checkpoints)));
+  }
+  return views;
 }
 
 }  // namespace pagoda::bind

@@ -157,6 +157,10 @@ class PrefixTree {
   void copy_pages(const Match& match, int column, int32_t* out) const;
 
   LeaseId lock(const Match& match);
+  // Another lease that ends where this one does.
+  LeaseId lease_again(LeaseId lease);
+  // How many pages a column a lock of this match, made just now, would protect that nobody protects yet.
+  void count_unlocked(const Match& match, std::vector<int64_t>& columns) const;
   void release(LeaseId lease);
   void demote(LeaseId lease);
   bool is_held(LeaseId lease) const;
@@ -179,7 +183,8 @@ class PrefixTree {
   const Sizes& plan_drop(std::string_view space);
   void carry_out(const std::vector<int32_t*>& columns, int32_t* states);
 
-  int64_t plan_punch(LeaseId lease, int column, int64_t end);
+  // Pages of a window column that lie in [begin, end).
+  int64_t plan_punch(LeaseId lease, int column, int64_t begin, int64_t end);
   void carry_out_punch(int32_t* out);
 
   // How many pages a replace of this sequence gives back a column.
@@ -258,6 +263,8 @@ class PrefixTree {
   // What is left of a match.
   Place survivor(const Match& match) const;
 
+  void reserve_lease();
+  LeaseId new_lease(int32_t node);
   // Room for nodes and chunks: what follows does not fail.
   void reserve(int64_t nodes, int64_t chunks);
   int32_t new_node(int32_t parent, int64_t begin);
@@ -307,6 +314,7 @@ class PrefixTree {
   void cut(int32_t node, int64_t from, int64_t to);
   void apply(const Cut& cut);
   int32_t last_checkpoint(int32_t node, int64_t length) const;  // relative to its begin; 0: none
+  std::pair<int64_t, int64_t> planned_part(int32_t node) const;
   TreeEvent event(bool is_stored, int32_t node, int64_t begin, int64_t end) const;
   std::vector<int32_t> decode(const int32_t* entries, int64_t n) const;
   const std::string& space_of(int32_t node) const;
@@ -354,7 +362,7 @@ class PrefixTree {
   int32_t dropped_root_ = -1;
   std::unordered_map<int32_t, std::pair<int32_t, int32_t>> planned_;  // node: tokens left, children left
   int planned_column_ = 0;
-  int64_t planned_pages_ = 0;
+  int64_t planned_first_ = 0, planned_pages_ = 0;
   std::vector<int32_t> path_;  // scratch of a call
   std::vector<const int32_t*> new_ids_;
 };

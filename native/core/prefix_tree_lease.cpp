@@ -50,18 +50,15 @@ PrefixTree::Place PrefixTree::survivor(const Match& match) const {
   return place;
 }
 
-LeaseId PrefixTree::lock(const Match& match) {
-  reserve(2, 1);
-  if (free_leases_.empty()) {
-    if (leases_.size() == leases_.capacity()) leases_.reserve(2 * leases_.size() + 64);
-    free_leases_.reserve(leases_.capacity());  // a release cannot fail
-    leases_.push_back({0, 0, false});
-    free_leases_.push_back(static_cast<int32_t>(leases_.size() - 1));
-  }
-  const int32_t root = find_or_make_root(match.space);
-  Place place{root, 0};
-  if (match.root == root && nodes_[root].number == match.root_number) place = usable(survivor(match));
-  const int32_t node = end_at(place);
+void PrefixTree::reserve_lease() {
+  if (!free_leases_.empty()) return;
+  if (leases_.size() == leases_.capacity()) leases_.reserve(2 * leases_.size() + 64);
+  free_leases_.reserve(leases_.capacity());  // a release cannot fail
+  leases_.push_back({0, 0, false});
+  free_leases_.push_back(static_cast<int32_t>(leases_.size() - 1));
+}
+
+LeaseId PrefixTree::new_lease(int32_t node) {
   ++now_;
   hold(node);
   const int32_t slot = free_leases_.back();
@@ -69,6 +66,33 @@ LeaseId PrefixTree::lock(const Match& match) {
   leases_[static_cast<size_t>(slot)] = {next_lease_, node, false};
   ++num_leases_;
   return {slot, next_lease_++};
+}
+
+LeaseId PrefixTree::lease_again(LeaseId lease) {
+  const int32_t node = require(lease).node;
+  reserve_lease();
+  return new_lease(node);
+}
+
+LeaseId PrefixTree::lock(const Match& match) {
+  reserve(2, 1);
+  reserve_lease();
+  const int32_t root = find_or_make_root(match.space);
+  Place place{root, 0};
+  if (match.root == root && nodes_[root].number == match.root_number) place = usable(survivor(match));
+  return new_lease(end_at(place));
+}
+
+void PrefixTree::count_unlocked(const Match& match, std::vector<int64_t>& columns) const {
+  std::fill(columns.begin(), columns.end(), 0);
+  for (int64_t i = match.path.size(); i-- > 0;) {
+    const Node& at = nodes_[match.path[i].node];
+    if (at.locks > 0) break;  // and so is all above it
+    const int64_t pages = math_.page(std::min<int64_t>(at.end(), match.length) - at.begin);
+    for (int c = 0; c < num_columns(); ++c) {
+      columns[static_cast<size_t>(c)] += is_window(c) ? count_held(at.run, c, 0, pages) : pages;
+    }
+  }
 }
 
 bool PrefixTree::is_held(LeaseId lease) const {

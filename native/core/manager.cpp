@@ -1,0 +1,395 @@
+#include "core/manager.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <numeric>
+
+namespace pagoda {
+
+namespace {
+
+int64_t common_step(const std::vector<GroupSpec>& groups) {
+  int64_t step = 1;
+  for (const GroupSpec& group : groups) step = std::lcm(step, group.page_tokens);
+  return step;
+}
+
+std::vector<int64_t> tree_windows(const std::vector<GroupSpec>& groups, int64_t step) {
+  std::vector<int64_t> windows;
+  for (const GroupSpec& group : groups) {
+    for (int64_t i = 0; i < step / group.page_tokens; ++i) windows.push_back(group.window);
+  }
+  return windows;
+}
+
+bool same_keys(const std::vector<KeyRange>& a, const std::vector<KeyRange>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const KeyRange& x, const KeyRange& y) {
+    return x.begin == y.begin && x.end == y.end && x.key == y.key;
+  });
+}
+
+}  // namespace
+
+Manager::Group::Group(GroupSpec given, int64_t num_rows, int64_t max_tokens, int64_t at, int column, int64_t step)
+    : spec(std::move(given)),
+      math(spec.page_tokens),
+      pages(spec.num_pages, 1, "pages of group " + spec.name),
+      max_pages(math.pages_for(max_tokens)),
+      offset(at),
+      first_column(column),
+      num_columns(static_cast<int>(step / spec.page_tokens)),
+      table((num_rows + 1) * max_pages),
+      own((num_rows + 1) * max_pages) {}
+
+Manager::Manager(std::vector<GroupSpec> specs, int64_t num_rows, int64_t max_tokens, int64_t watermark,
+                 int64_t capacity)
+    : num_rows_(num_rows),
+      max_tokens_(max_tokens),
+      watermark_(watermark),
+      math_(common_step(specs)),
+      tree_(math_.size(), tree_windows(specs, math_.size()), false, capacity),
+      row_ids_(num_rows, 1, "rows"),
+      rows_(static_cast<size_t>(num_rows + 1)),
+      seen_(num_rows + 1) {
+  int64_t offset = 0;
+  int column = 0;
+  for (GroupSpec& spec : specs) {
+    has_windows_ = has_windows_ || spec.window > 0;
+    groups_.emplace_back(std::move(spec), num_rows, max_tokens, offset, column, math_.size());
+    offset += (num_rows + 1) * groups_.back().max_pages;
+    column += groups_.back().num_columns;
+  }
+  if (offset > std::numeric_limits<int32_t>::max()) {
+    throw BadConfig("tables of " + text(offset) + " entries pass 2^31: give fewer rows or tokens");
+  }
+  for (Row& row : rows_) {
+    row.first.resize(groups_.size());
+    row.end.resize(groups_.size());
+  }
+  no_locks_.assign(static_cast<size_t>(column), 0);
+  locked_ = no_locks_;
+  columns_.resize(static_cast<size_t>(column));
+  column_ids_.resize(static_cast<size_t>(column));
+}
+
+// ── arguments ───────────────────────────────────────────────────────────────────────────────────────
+
+const Manager::Row& Manager::row_at(int64_t row, int64_t position) const {
+  if (row < 1 || row > num_rows_) {
+    throw BadId{IdFault::kOutOfRange, row, position,
+                "rows[" + text(position) + "] = " + text(row) + " is out of range: rows are 1 to " + text(num_rows_)};
+  }
+  const Row& state = rows_[static_cast<size_t>(row)];
+  if (!state.is_running) {
+    throw BadId{IdFault::kNotHeld, row, position,
+                "rows[" + text(position) + "] = " + text(row) + " is no running request: it was released, or never admitted"};
+  }
+  return state;
+}
+
+Manager::Row& Manager::row_at(int64_t row, int64_t position) {
+  return const_cast<Row&>(std::as_const(*this).row_at(row, position));
+}
+
+void Manager::require_rows(Ids rows) {
+  int64_t i = 0;
+  const auto unmark = [&] {
+    while (i-- > 0) seen_.erase(rows[i]);
+  };
+  try {
+    for (; i < rows.size; ++i) {
+      row_at(rows[i], i);
+      if (seen_.contains(rows[i])) {
+        throw BadId{IdFault::kAlreadyHeld, rows[i], i, "rows[" + text(i) + "] = " + text(rows[i]) + " stands twice in one call"};
+      }
+      seen_.insert(rows[i]);
+    }
+  } catch (...) {
+    unmark();
+    throw;
+  }
+  unmark();
+}
+
+void Manager::require_counts(Ids rows, const Counts& counts, const char* name) const {
+  if (counts.is_each && counts.each.size != rows.size) {
+    throw BadArgument(std::string(name) + " has " + text(counts.each.size) + " entries for " + text(rows.size) + " rows");
+  }
+  for (int64_t i = 0; i < rows.size; ++i) {
+    if (counts[i] < 0) {
+      throw BadArgument(std::string(name) + "[" + text(i) + "] = " + text(counts[i]) + ": give 0 or more");
+    }
+  }
+}
+
+// ── room ────────────────────────────────────────────────────────────────────────────────────────────
+
+int64_t Manager::available(const Group& group, const std::vector<int64_t>& locked) const {
+  const Tally held = tree_.pages(group.first_column);
+  const int64_t evictable = held.total - held.locked - locked[static_cast<size_t>(group.first_column)];
+  return group.pages.num_free() + evictable * group.num_columns;
+}
+
+bool Manager::has_room(int64_t spare, const std::vector<int64_t>& locked) const {
+  return std::all_of(groups_.begin(), groups_.end(), [&](const Group& group) {
+    return group.needed == 0 || group.needed + spare <= available(group, locked);
+  });
+}
+
+void Manager::require_room(int64_t spare, const std::vector<int64_t>& locked) const {
+  for (const Group& group : groups_) {
+    const int64_t there = available(group, locked);
+    if (group.needed == 0 || group.needed + spare <= there) continue;
+    const Tally held = tree_.pages(group.first_column);
+    const int64_t evictable = there - group.pages.num_free();
+    std::string what = "pages of group " + group.spec.name + " (" + text(group.pages.num_free()) + " free, " +
+                       text(evictable) + " evictable, " + text(held.total * group.num_columns - evictable) +
+                       " leased, " + text(group.num_own) + " of running rows, " + text(group.pages.num_quarantined()) +
+                       " waiting for a fence";
+    if (spare > 0) what += ", " + text(spare) + " kept back for running rows";
+    throw OutOfIds{what + ")", group.needed, std::max<int64_t>(0, there - spare), group.spec.num_pages};
+  }
+}
+
+void Manager::evict(Group& group, int64_t num_pages) {
+  const int64_t tree_pages = (num_pages + group.num_columns - 1) / group.num_columns;
+  const PrefixTree::Sizes& sizes = tree_.plan_evict(math_.first_slot(tree_pages), group.first_column);
+  std::vector<int32_t*> out;
+  for (size_t c = 0; c < columns_.size(); ++c) {
+    columns_[c].resize(static_cast<size_t>(sizes.columns[c]));
+    out.push_back(columns_[c].data());
+  }
+  tree_.carry_out(out, nullptr);
+  for (Group& each : groups_) {
+    for (int c = each.first_column; c < each.first_column + each.num_columns; ++c) {
+      const auto& ids = columns_[static_cast<size_t>(c)];
+      each.pages.free({ids.data(), static_cast<int64_t>(ids.size())}, std::nullopt);
+      evicted_ += static_cast<int64_t>(ids.size());
+    }
+  }
+}
+
+void Manager::make_room() {
+  for (Group& group : groups_) {
+    const int64_t missing = group.needed - group.pages.num_free();
+    if (missing > 0) evict(group, missing);
+  }
+}
+
+void Manager::grow_writes(int64_t n) {
+  grow(index_, index_.size() + static_cast<size_t>(n));
+  grow(ids_, ids_.size() + static_cast<size_t>(n));
+}
+
+void Manager::write(const Group& group, int64_t row, int64_t page, int32_t id) {
+  index_.push_back(static_cast<int32_t>(group.offset + row * group.max_pages + page));
+  ids_.push_back(id);
+}
+
+void Manager::add_pages(Group& group, int64_t g, int64_t number, Row& row, int64_t to) {
+  int32_t& end = row.end[static_cast<size_t>(g)];
+  const int64_t n = to - end;
+  if (n <= 0) return;
+  int32_t* entries = group.entries(number) + end;
+  group.pages.alloc(n, entries);
+  std::fill_n(group.owned(number) + end, n, uint8_t{1});
+  group.num_own += n;
+  for (int64_t i = 0; i < n; ++i) write(group, number, end + i, entries[i]);
+  end = static_cast<int32_t>(to);
+}
+
+// ── admission ───────────────────────────────────────────────────────────────────────────────────────
+
+void Manager::find_hit(const Sequence& sequence, int64_t reserve, Match& match) {
+  const int64_t n = sequence.tokens.size;
+  if (n == 0) throw BadArgument("tokens: give at least one");
+  if (n > max_tokens_) {
+    throw BadArgument(text(n) + " tokens: a row has at most " + text(max_tokens_) + ", as this manager was made");
+  }
+  if (reserve < -1) throw BadArgument("reserve: give 0 or more tokens, or None for all");
+  // At least one token is computed: the last is not looked for.
+  tree_.match({sequence.space, {sequence.tokens.data, n - 1}, sequence.ranges}, match, nullptr);
+  const int64_t target = target_of(sequence, reserve, match);
+  if (target > max_tokens_) {
+    throw BadArgument("reserve: " + text(target) + " tokens are more than the " + text(max_tokens_) + " of a row");
+  }
+  for (Group& group : groups_) {
+    group.needed = group.math.pages_for(target) - group.math.page(match.length);
+  }
+  tree_.count_unlocked(match, locked_);
+}
+
+int64_t Manager::target_of(const Sequence& sequence, int64_t reserve, const Match& match) const {
+  return reserve < 0 ? sequence.tokens.size : match.length + reserve;
+}
+
+bool Manager::can_admit(const Sequence& sequence, int64_t reserve) {
+  Match match;
+  find_hit(sequence, reserve, match);
+  return row_ids_.num_free() > 0 && has_room(watermark_, locked_);
+}
+
+Manager::Admitted Manager::admit(const Sequence& sequence, int64_t reserve) {
+  Match match;
+  find_hit(sequence, reserve, match);
+  row_ids_.require(1);
+  require_room(watermark_, locked_);
+  const int64_t hit = match.length, target = target_of(sequence, reserve, match);
+
+  // From here on only memory can run out, and that is asked for first.
+  std::vector<int32_t> prompt(sequence.tokens.data, sequence.tokens.data + sequence.tokens.size);
+  std::string space(sequence.space);
+  std::vector<KeyRange> ranges;
+  if (sequence.ranges != nullptr) ranges = *sequence.ranges;
+  int64_t writes = 0;
+  for (const Group& group : groups_) writes += group.math.pages_for(target);
+  grow_writes(writes);
+  const LeaseId lease = tree_.lock(match);
+
+  make_room();
+  int32_t number;
+  row_ids_.alloc(1, &number);
+  Row& row = rows_[static_cast<size_t>(number)];
+  row.is_running = true;
+  row.lease = lease;
+  row.stored = row.committed = hit;
+  row.reserved = target;
+  row.tail.clear();
+  row.prompt = std::move(prompt);
+  row.space = std::move(space);
+  row.ranges = std::move(ranges);
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    take_hit(groups_[g], g, number, row);
+    add_pages(groups_[g], static_cast<int64_t>(g), number, row, groups_[g].math.pages_for(target));
+  }
+  ++admitted_;
+  tokens_ += sequence.tokens.size;
+  hits_ += hit;
+  return {number, hit, target, lease.number};
+}
+
+// Writes the leased pages of a row into a table. Those of a window begin where the next query looks.
+void Manager::take_hit(Group& group, size_t g, int64_t number, Row& row) {
+  const int64_t tree_pages = math_.page(row.stored), n = tree_pages * group.num_columns;
+  int32_t* entries = group.entries(number);
+  if (group.num_columns == 1) {
+    tree_.copy_pages(row.lease, group.first_column, entries);
+  } else {
+    for (int c = 0; c < group.num_columns; ++c) {
+      auto& ids = columns_[static_cast<size_t>(group.first_column + c)];
+      ids.resize(static_cast<size_t>(tree_pages));
+      tree_.copy_pages(row.lease, group.first_column + c, ids.data());
+      for (int64_t p = 0; p < tree_pages; ++p) entries[p * group.num_columns + c] = ids[static_cast<size_t>(p)];
+    }
+  }
+  std::fill_n(group.owned(number), n, uint8_t{0});
+  const int64_t first = live_from(group, row.committed);
+  for (int64_t p = 0; p < first; ++p) entries[p] = 0;
+  for (int64_t p = first; p < n; ++p) write(group, number, p, entries[p]);
+  row.first[g] = static_cast<int32_t>(first);
+  row.end[g] = static_cast<int32_t>(n);
+}
+
+// The first page of a group that a query from `committed` on reads; whole pages of the tree, so that its columns stay alike.
+int64_t Manager::live_from(const Group& group, int64_t committed) const {
+  if (!group.has_window()) return 0;
+  return math_.page(std::max<int64_t>(0, committed - group.spec.window + 1)) * group.num_columns;
+}
+
+Manager::Pending Manager::pending(const Sequence& sequence) const {
+  const int64_t n = sequence.tokens.size;
+  if (n == 0) throw BadArgument("tokens: give at least one");
+  const int64_t hit = tree_.match_length({sequence.space, {sequence.tokens.data, n - 1}, sequence.ranges});
+  Pending best{0, hit};
+  for (int64_t number = 1; number <= num_rows_; ++number) {
+    const Row& row = rows_[static_cast<size_t>(number)];
+    if (!row.is_running || row.reserved <= best.length || row.space != sequence.space) continue;
+    const bool has_keys = sequence.ranges != nullptr && !sequence.ranges->empty();
+    if (has_keys != !row.ranges.empty() || (has_keys && !same_keys(*sequence.ranges, row.ranges))) continue;
+    const int64_t most = std::min({n - 1, row.reserved, static_cast<int64_t>(row.prompt.size())});
+    const auto end = std::mismatch(row.prompt.begin(), row.prompt.begin() + most, sequence.tokens.data).first;
+    const int64_t same = math_.first_slot(math_.page(end - row.prompt.begin()));
+    if (same > best.length) best = {number, same};
+  }
+  return best;
+}
+
+// ── the end of a row, and of steps ──────────────────────────────────────────────────────────────────
+
+void Manager::release(Ids rows) {
+  require_rows(rows);
+  for (Group& group : groups_) group.given_up.clear();
+  for (int64_t i = 0; i < rows.size; ++i) {
+    Row& row = rows_[static_cast<size_t>(rows[i])];
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      Group& group = groups_[g];
+      const int32_t* entries = group.entries(rows[i]);
+      uint8_t* own = group.owned(rows[i]);
+      for (int64_t p = row.first[g]; p < row.end[g]; ++p) {
+        if (own[p] == 0) continue;
+        own[p] = 0;
+        group.given_up.push_back(entries[p]);
+      }
+      std::memset(group.entries(rows[i]), 0, static_cast<size_t>(row.end[g]) * sizeof(int32_t));
+      row.first[g] = row.end[g] = 0;
+    }
+    waiting_.push_back({step_, row.lease});
+    row.is_running = false;
+    row.stored = row.committed = row.reserved = 0;
+    row.tail.clear();
+    row.prompt.clear();
+    row.ranges.clear();
+  }
+  free_given_up();
+  row_ids_.free(rows, step_);
+}
+
+void Manager::free_given_up() {
+  for (Group& group : groups_) {
+    const Ids ids{group.given_up.data(), static_cast<int64_t>(group.given_up.size())};
+    if (ids.size == 0) continue;
+    group.pages.free(ids, step_);
+    group.num_own -= ids.size;
+    group.given_up.clear();
+  }
+}
+
+void Manager::pass_fence(int64_t fence) {
+  if (fence >= step_) {
+    throw BadArgument("step " + text(fence) + " has not been taken yet: the one being planned is " + text(step_));
+  }
+  for (; !waiting_.empty() && waiting_.front().fence <= fence; waiting_.pop_front()) {
+    tree_.release(waiting_.front().lease);
+  }
+  for (Group& group : groups_) group.pages.pass_fence(fence);
+  row_ids_.pass_fence(fence);
+}
+
+// ── the delta ───────────────────────────────────────────────────────────────────────────────────────
+
+// Packed: step, writes, copies of each group; places, ids; sources and targets of each group.
+int64_t Manager::delta_size() const {
+  size_t n = 2 + groups_.size() + 2 * index_.size();
+  for (const Group& group : groups_) n += 2 * group.sources.size();
+  return static_cast<int64_t>(n);
+}
+
+void Manager::take_delta(int32_t* out) {
+  *out++ = static_cast<int32_t>(step_);
+  *out++ = static_cast<int32_t>(index_.size());
+  for (const Group& group : groups_) *out++ = static_cast<int32_t>(group.sources.size());
+  out = std::copy(index_.begin(), index_.end(), out);
+  out = std::copy(ids_.begin(), ids_.end(), out);
+  index_.clear();
+  ids_.clear();
+  for (Group& group : groups_) {
+    out = std::copy(group.sources.begin(), group.sources.end(), out);
+    out = std::copy(group.targets.begin(), group.targets.end(), out);
+    group.sources.clear();
+    group.targets.clear();
+  }
+  ++step_;
+}
+
+}  // namespace pagoda

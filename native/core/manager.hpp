@@ -1,0 +1,183 @@
+// From requests to table writes. In: tokens of requests; out: rows, and what one step changes. docs/manager.md says what
+// each call does; here is how.
+//
+// A group has a free-list and a table; one tree has a column of page ids for each page of a group that one page of the tree
+// covers. Of a row's pages, `own` says which are the row's: all others, from its first live one on, are leased in the tree. What is
+// freed waits for the fence of the step that is being planned, leases too: so whatever the tree can evict, nobody reads, and
+// room that is counted is there at once.
+//
+// Every call finds out first whether all of it can be done, for all groups and rows, and then does it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/free_list.hpp"
+#include "core/lazy_array.hpp"
+#include "core/page_math.hpp"
+#include "core/prefix_tree.hpp"
+
+namespace pagoda {
+
+struct GroupSpec {
+  std::string name;
+  int64_t page_tokens;
+  int64_t window;  // 0: every token is kept
+  int64_t num_pages;
+};
+
+// Counts of tokens, one a row or one for all.
+struct Counts {
+  Ids each;     // used if `is_each`
+  int64_t all;  // used otherwise
+  bool is_each;
+  int64_t operator[](int64_t i) const { return is_each ? each[i] : all; }
+};
+
+class Manager {
+ public:
+  Manager(std::vector<GroupSpec> groups, int64_t num_rows, int64_t max_tokens, int64_t watermark, int64_t capacity);
+
+  struct Group {
+    Group(GroupSpec spec, int64_t num_rows, int64_t max_tokens, int64_t offset, int first_column, int64_t step);
+    GroupSpec spec;
+    PageMath math;
+    FreeList pages;
+    int64_t max_pages;  // of a row
+    int64_t offset;     // of its table in the flat one
+    int first_column;   // of the tree
+    int num_columns;    // pages of this group that a page of the tree covers
+    LazyArray<int32_t> table;  // [num_rows + 1, max_pages]
+    LazyArray<uint8_t> own;    // likewise: 1 if the page is the row's
+    int64_t num_own = 0;
+    std::vector<int32_t> sources, targets;  // page copies of the step
+    std::vector<int32_t> given_up;          // scratch: ids to free
+    int64_t needed = 0;                     // scratch: of a plan
+
+    int32_t* entries(int64_t row) { return table.data() + row * max_pages; }
+    const int32_t* entries(int64_t row) const { return table.data() + row * max_pages; }
+    uint8_t* owned(int64_t row) { return own.data() + row * max_pages; }
+    const uint8_t* owned(int64_t row) const { return own.data() + row * max_pages; }
+    bool has_window() const { return spec.window > 0; }
+  };
+
+  struct Admitted {
+    int64_t row, hit, reserved, lease;
+  };
+  struct Pending {
+    int64_t row, length;  // row 0: none
+  };
+  struct Lengths {
+    int64_t reserved, committed, stored;
+  };
+  struct Stats {
+    int64_t rows, waiting_rows, admitted, tokens, hits, evicted;
+  };
+
+  int64_t num_rows() const { return num_rows_; }
+  int64_t max_tokens() const { return max_tokens_; }
+  int64_t step() const { return step_; }
+  int64_t resume_step() const { return math_.size(); }
+  int64_t num_groups() const { return static_cast<int64_t>(groups_.size()); }
+  const Group& group(int64_t g) const { return groups_[static_cast<size_t>(g)]; }
+  PrefixTree& tree() { return tree_; }
+  const PrefixTree& tree() const { return tree_; }
+
+  // reserve: tokens behind the hit; -1: all there are.
+  bool can_admit(const Sequence& sequence, int64_t reserve);
+  Admitted admit(const Sequence& sequence, int64_t reserve);
+  Pending pending(const Sequence& sequence) const;
+
+  int64_t can_reserve(Ids rows, const Counts& counts);
+  void reserve(Ids rows, const Counts& counts);
+  // tokens: row after row.
+  void commit(Ids rows, Ids tokens, const Counts& counts);
+  void rollback(Ids rows, const Counts& counts);
+  void release(Ids rows);
+  // rows_out takes n rows.
+  void fork(int64_t row, int64_t n, int32_t* rows_out);
+
+  // What the step changes, packed: step, number of writes, of copies of each group; then the arrays.
+  int64_t delta_size() const;
+  void take_delta(int32_t* out);
+  void pass_fence(int64_t fence);
+
+  Lengths lengths(int64_t row) const;
+  int64_t first_page(int64_t row, int64_t g) const;  // of those that are not given up
+  int64_t end_page(int64_t row, int64_t g) const;
+  Stats stats() const;
+  void reset();
+  void check() const;
+
+ private:
+  struct Row {
+    bool is_running = false;
+    LeaseId lease{};
+    int64_t stored = 0;  // tokens the tree has, leased
+    int64_t committed = 0;
+    int64_t reserved = 0;
+    std::vector<int32_t> tail;      // committed tokens behind `stored`
+    std::vector<int32_t> prompt;    // what it was admitted with
+    std::string space;
+    std::vector<KeyRange> ranges;
+    std::vector<int32_t> first, end;  // a group: pages [first, end) are in the table and not given up
+  };
+  struct Waiting {
+    int64_t fence;
+    LeaseId lease;
+  };
+
+  Row& row_at(int64_t row, int64_t position);
+  const Row& row_at(int64_t row, int64_t position) const;
+  void require_rows(Ids rows);
+  void require_counts(Ids rows, const Counts& counts, const char* name) const;
+  // The match that an admission would lock, and what it needs: fills `needed` of each group.
+  void find_hit(const Sequence& sequence, int64_t reserve, Match& match);
+  int64_t target_of(const Sequence& sequence, int64_t reserve, const Match& match) const;
+  // Pages that a group can have at once: free ones, and those the tree can give, less what a match would lock.
+  int64_t available(const Group& group, const std::vector<int64_t>& locked) const;
+  // Throws OutOfIds for the first group that cannot give what it `needed`, with so many to spare.
+  void require_room(int64_t spare, const std::vector<int64_t>& locked) const;
+  bool has_room(int64_t spare, const std::vector<int64_t>& locked) const;
+  // Evicts until every free-list has what its group `needed`. Room was required before.
+  void make_room();
+  void evict(Group& group, int64_t num_pages);
+  // Gives pages [end, to) of a row places in a group's table.
+  void add_pages(Group& group, int64_t g, int64_t row, Row& state, int64_t to);
+  // Room for so many more writes, and for n entries: what follows does not fail.
+  void grow_writes(int64_t n);
+  static void grow(std::vector<int32_t>& entries, size_t n) {
+    if (n > entries.capacity()) entries.reserve(std::max(n, 2 * entries.capacity()));
+  }
+  void write(const Group& group, int64_t row, int64_t page, int32_t id);
+
+  void take_hit(Group& group, size_t g, int64_t number, Row& row);
+  int64_t live_from(const Group& group, int64_t committed) const;
+  void store(int64_t number, Row& row);
+  void give_up(int64_t number, Row& row);
+  void punch(Row& row, size_t g, int64_t begin, int64_t end);
+  void free_given_up();
+  [[noreturn]] void broken(const std::string& what) const;
+
+  int64_t num_rows_, max_tokens_, watermark_;
+  PageMath math_;  // of the tree
+  std::deque<Group> groups_;  // a free-list stays where it was made
+  PrefixTree tree_;
+  FreeList row_ids_;
+  std::vector<Row> rows_;  // [num_rows + 1]
+  std::deque<Waiting> waiting_;
+  int64_t step_ = 1;
+  bool has_windows_ = false;
+  std::vector<int32_t> index_, ids_;  // table writes of the step
+  BitSet seen_;
+  std::vector<int64_t> no_locks_, locked_;
+  std::vector<std::vector<int32_t>> columns_;  // scratch of an insert or an eviction
+  std::vector<Ids> column_ids_;
+  int64_t admitted_ = 0, tokens_ = 0, hits_ = 0, evicted_ = 0;
+};
+
+}  // namespace pagoda

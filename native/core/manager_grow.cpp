@@ -1,0 +1,230 @@
+// How rows grow: places for tokens, tokens that become known, pages that leave a window, continuations.
+#include <algorithm>
+#include <cstring>
+
+#include "core/manager.hpp"
+
+namespace pagoda {
+
+int64_t Manager::can_reserve(Ids rows, const Counts& counts) {
+  require_rows(rows);
+  require_counts(rows, counts, "n");
+  for (Group& group : groups_) group.needed = 0;
+  for (int64_t i = 0; i < rows.size; ++i) {
+    const Row& row = rows_[static_cast<size_t>(rows[i])];
+    const int64_t to = row.reserved + counts[i];
+    if (to > max_tokens_) return i;
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      groups_[g].needed += std::max<int64_t>(0, groups_[g].math.pages_for(to) - row.end[g]);
+    }
+    if (!has_room(0, no_locks_)) return i;
+  }
+  return rows.size;
+}
+
+void Manager::reserve(Ids rows, const Counts& counts) {
+  require_rows(rows);
+  require_counts(rows, counts, "n");
+  for (Group& group : groups_) group.needed = 0;
+  for (int64_t i = 0; i < rows.size; ++i) {
+    const Row& row = rows_[static_cast<size_t>(rows[i])];
+    const int64_t to = row.reserved + counts[i];
+    if (to > max_tokens_) {
+      throw BadArgument("row " + text(rows[i]) + " would have " + text(to) + " tokens: a row has at most " +
+                        text(max_tokens_) + ", as this manager was made");
+    }
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      groups_[g].needed += std::max<int64_t>(0, groups_[g].math.pages_for(to) - row.end[g]);
+    }
+  }
+  int64_t writes = 0;
+  for (const Group& group : groups_) writes += group.needed;
+  if (writes > 0) {
+    require_room(0, no_locks_);
+    grow_writes(writes);
+    make_room();
+  }
+  for (int64_t i = 0; i < rows.size; ++i) {
+    Row& row = rows_[static_cast<size_t>(rows[i])];
+    row.reserved += counts[i];
+    if (writes == 0) continue;
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      add_pages(groups_[g], static_cast<int64_t>(g), rows[i], row, groups_[g].math.pages_for(row.reserved));
+    }
+  }
+}
+
+void Manager::rollback(Ids rows, const Counts& counts) {
+  require_rows(rows);
+  require_counts(rows, counts, "n");
+  for (int64_t i = 0; i < rows.size; ++i) {
+    const Row& row = rows_[static_cast<size_t>(rows[i])];
+    if (counts[i] > row.reserved - row.committed) {
+      throw BadArgument("row " + text(rows[i]) + " has " + text(row.reserved - row.committed) +
+                        " tokens that are reserved and not committed, not " + text(counts[i]));
+    }
+  }
+  for (int64_t i = 0; i < rows.size; ++i) rows_[static_cast<size_t>(rows[i])].reserved -= counts[i];
+}
+
+void Manager::commit(Ids rows, Ids tokens, const Counts& counts) {
+  require_rows(rows);
+  require_counts(rows, counts, "counts");
+  int64_t sum = 0;
+  for (int64_t i = 0; i < rows.size; ++i) {
+    const Row& row = rows_[static_cast<size_t>(rows[i])];
+    sum += counts[i];
+    if (counts[i] > row.reserved - row.committed) {
+      throw BadArgument("row " + text(rows[i]) + " has " + text(row.reserved - row.committed) +
+                        " tokens that are reserved and not committed, not " + text(counts[i]));
+    }
+  }
+  if (sum != tokens.size) {
+    throw BadArgument("tokens has " + text(tokens.size) + " entries, and counts add up to " + text(sum));
+  }
+  for (int64_t i = 0; i < tokens.size; ++i) {
+    if (tokens[i] >= 0) continue;
+    throw BadId{IdFault::kOutOfRange, tokens[i], i,
+                "tokens[" + text(i) + "] = " + text(tokens[i]) + " is no token: give 0 or more"};
+  }
+  const int32_t* next = tokens.data;
+  for (Group& group : groups_) group.given_up.clear();
+  for (int64_t i = 0; i < rows.size; ++i) {
+    Row& row = rows_[static_cast<size_t>(rows[i])];
+    const int64_t n = counts[i];
+    row.tail.insert(row.tail.end(), next, next + n);
+    next += n;
+    row.committed += n;
+    if (has_windows_) give_up(rows[i], row);
+    if (row.committed - row.stored >= math_.size()) store(rows[i], row);
+  }
+  if (has_windows_) free_given_up();
+}
+
+// Makes whole pages of the tree out of what is committed behind it.
+void Manager::store(int64_t number, Row& row) {
+  const int64_t first = math_.page(row.stored), n = math_.page(row.committed) - first;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const Group& group = groups_[g];
+    const int32_t* entries = group.entries(number) + first * group.num_columns;
+    const int64_t live = row.first[g] - first * group.num_columns;  // those before are holes
+    for (int c = 0; c < group.num_columns; ++c) {
+      const size_t column = static_cast<size_t>(group.first_column + c);
+      if (live <= 0 && group.num_columns == 1) {
+        column_ids_[column] = {entries, n};
+        continue;
+      }
+      auto& ids = columns_[column];
+      ids.resize(static_cast<size_t>(n));
+      for (int64_t p = 0; p < n; ++p) {
+        const int64_t at = p * group.num_columns + c;
+        ids[static_cast<size_t>(p)] = at < live ? -1 : entries[at];
+      }
+      column_ids_[column] = {ids.data(), n};
+    }
+  }
+  const Sequence sequence{row.space, {row.tail.data(), math_.first_slot(n)}, row.ranges.empty() ? nullptr : &row.ranges};
+  const Inserted done = tree_.insert(sequence, column_ids_, &row.lease, {});
+  // What the tree took is no longer the row's.
+  const auto hand_over = [&](size_t g, int64_t begin, int64_t end) {
+    Group& group = groups_[g];
+    uint8_t* own = group.owned(number);
+    for (int64_t p = std::max<int64_t>(begin, row.first[g]); p < end; ++p) {
+      group.num_own -= own[p];
+      own[p] = 0;
+    }
+  };
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const Group& group = groups_[g];
+    hand_over(g, math_.page(done.present) * group.num_columns, math_.page(done.stored) * group.num_columns);
+    if (done.filled.empty()) continue;
+    for (int c = 0; c < group.num_columns; ++c) {
+      for (int32_t page : done.filled[static_cast<size_t>(group.first_column + c)]) {
+        const int64_t at = int64_t{page} * group.num_columns + c;
+        hand_over(g, at, at + 1);
+      }
+    }
+  }
+  const int64_t kept = done.length - row.stored;
+  row.tail.erase(row.tail.begin(), row.tail.begin() + kept);
+  row.stored = done.length;
+}
+
+// Pages that no query from `committed` on reads: the row's own go, those before in the tree are punched.
+void Manager::give_up(int64_t number, Row& row) {
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Group& group = groups_[g];
+    const int64_t live = std::min<int64_t>(live_from(group, row.committed), row.end[g]);
+    if (live <= row.first[g]) continue;
+    const int32_t* entries = group.entries(number);
+    uint8_t* own = group.owned(number);
+    bool is_leased = false;
+    for (int64_t p = row.first[g]; p < live; ++p) {
+      if (own[p] != 0) {
+        own[p] = 0;
+        group.given_up.push_back(entries[p]);
+      } else {
+        is_leased = true;
+      }
+    }
+    if (is_leased) punch(row, g, row.first[g], live);
+    row.first[g] = static_cast<int32_t>(live);
+  }
+}
+
+// Makes holes of a row's leased pages [begin, end) of a group.
+void Manager::punch(Row& row, size_t g, int64_t begin, int64_t end) {
+  Group& group = groups_[g];
+  for (int c = 0; c < group.num_columns; ++c) {
+    const int64_t n = tree_.plan_punch(row.lease, group.first_column + c, math_.first_slot(begin / group.num_columns),
+                                       math_.first_slot(end / group.num_columns));
+    if (n == 0) continue;
+    const size_t before = group.given_up.size();
+    group.given_up.resize(before + static_cast<size_t>(n));
+    tree_.carry_out_punch(group.given_up.data() + before);
+    group.num_own += n;  // free_given_up counts them out again
+  }
+}
+
+void Manager::fork(int64_t number, int64_t n, int32_t* rows_out) {
+  const Row& parent = row_at(number, 0);
+  row_ids_.require(n);
+  int64_t writes = 0;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Group& group = groups_[g];
+    const int64_t shared = math_.page(parent.stored) * group.num_columns;
+    group.needed = n * (group.math.pages_for(parent.committed) - shared);
+    writes += n * group.math.pages_for(parent.committed);
+  }
+  require_room(0, no_locks_);
+  grow_writes(writes);
+  for (Group& group : groups_) {
+    grow(group.sources, group.sources.size() + static_cast<size_t>(group.needed));
+    grow(group.targets, group.targets.size() + static_cast<size_t>(group.needed));
+  }
+  make_room();
+  row_ids_.alloc(n, rows_out);
+  for (int64_t i = 0; i < n; ++i) {
+    Row& row = rows_[static_cast<size_t>(rows_out[i])];
+    row.lease = tree_.lease_again(parent.lease);
+    row.is_running = true;
+    row.stored = parent.stored;
+    row.committed = row.reserved = parent.committed;
+    row.tail = parent.tail;
+    row.prompt = parent.prompt;
+    row.space = parent.space;
+    row.ranges = parent.ranges;
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      Group& group = groups_[g];
+      take_hit(group, g, rows_out[i], row);
+      const int64_t shared = row.end[g];
+      add_pages(group, static_cast<int64_t>(g), rows_out[i], row, group.math.pages_for(row.committed));
+      for (int64_t p = shared; p < row.end[g]; ++p) {
+        group.sources.push_back(group.entries(number)[p]);
+        group.targets.push_back(group.entries(rows_out[i])[p]);
+      }
+    }
+  }
+}
+
+}  // namespace pagoda

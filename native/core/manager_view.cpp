@@ -1,0 +1,128 @@
+// Looking at a manager, and whether all of it fits together.
+#include <limits>
+
+#include "core/manager.hpp"
+
+namespace pagoda {
+
+Manager::Lengths Manager::lengths(int64_t number) const {
+  const Row& row = row_at(number, 0);
+  return {row.reserved, row.committed, row.stored};
+}
+
+int64_t Manager::first_page(int64_t number, int64_t g) const {
+  return row_at(number, 0).first[static_cast<size_t>(g)];
+}
+
+int64_t Manager::end_page(int64_t number, int64_t g) const { return row_at(number, 0).end[static_cast<size_t>(g)]; }
+
+Manager::Stats Manager::stats() const {
+  return {row_ids_.num_held(), row_ids_.num_quarantined(), admitted_, tokens_, hits_, evicted_};
+}
+
+void Manager::reset() {
+  tree_.reset();
+  row_ids_.reset();
+  waiting_.clear();
+  index_.clear();
+  ids_.clear();
+  for (int64_t number = 1; number <= num_rows_; ++number) {
+    Row& row = rows_[static_cast<size_t>(number)];
+    if (!row.is_running) continue;
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      Group& group = groups_[g];
+      std::fill_n(group.entries(number), row.end[g], 0);
+      std::fill_n(group.owned(number), row.end[g], uint8_t{0});
+      row.first[g] = row.end[g] = 0;
+    }
+    row.is_running = false;
+    row.stored = row.committed = row.reserved = 0;
+    row.tail.clear();
+    row.prompt.clear();
+    row.ranges.clear();
+  }
+  for (Group& group : groups_) {
+    group.pages.reset();
+    group.num_own = 0;
+    group.sources.clear();
+    group.targets.clear();
+  }
+  step_ = 1;
+  admitted_ = tokens_ = hits_ = evicted_ = 0;
+}
+
+void Manager::broken(const std::string& what) const { throw BrokenInvariant{17, what}; }
+
+void Manager::check() const {
+  tree_.check();
+  row_ids_.check();
+  const int64_t all = std::numeric_limits<int64_t>::max() / 4;
+  const std::vector<NodeInfo> nodes = tree_.nodes(all, all, nullptr);
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const Group& group = groups_[g];
+    const std::string name = "group " + group.spec.name + ": ";
+    group.pages.check();
+    BitSet owners(group.spec.num_pages + 1);
+    int64_t num_cached = 0, num_own = 0;
+    const auto claim = [&](int32_t id, const std::string& who) {
+      if (id < 1 || id > group.spec.num_pages || !group.pages.is_held(id)) {
+        broken(name + who + " has page " + text(id) + ", which is not held");
+      }
+      if (owners.contains(id)) broken(name + "page " + text(id) + " of " + who + " has two owners");
+      owners.insert(id);
+    };
+    for (const NodeInfo& node : nodes) {
+      for (int c = 0; c < group.num_columns; ++c) {
+        for (int32_t id : node.columns[static_cast<size_t>(group.first_column + c)]) {
+          if (id < 0) continue;
+          claim(id, "the tree");
+          ++num_cached;
+        }
+      }
+    }
+    for (int64_t number = 1; number <= num_rows_; ++number) {
+      const Row& row = rows_[static_cast<size_t>(number)];
+      const std::string who = "row " + text(number);
+      const int32_t* entries = group.entries(number);
+      const uint8_t* own = group.owned(number);
+      const int64_t end = row.is_running ? row.end[g] : 0;
+      if (row.is_running && end < group.math.pages_for(row.reserved)) broken(name + who + " has too few pages");
+      for (int64_t p = 0; p < group.max_pages; ++p) {
+        const bool is_live = p >= row.first[g] && p < end;
+        if (own[p] != 0 && !is_live) broken(name + who + " owns page " + text(p) + " that it gave up");
+        if (!is_live) continue;
+        if (entries[p] < 1) broken(name + who + " has no page at " + text(p));
+        if (own[p] == 0 && p >= math_.page(row.stored) * group.num_columns) {
+          broken(name + who + " has page " + text(p) + ", which nobody owns");
+        }
+        if (own[p] == 0) continue;
+        claim(entries[p], who);
+        ++num_own;
+      }
+    }
+    if (num_own != group.num_own) broken(name + "rows own " + text(num_own) + " pages, counted " + text(group.num_own));
+    if (num_own + num_cached != group.pages.num_held()) {
+      broken(name + text(group.pages.num_held()) + " pages are held, " + text(num_cached) + " by the tree and " +
+             text(num_own) + " by rows");
+    }
+  }
+  int64_t running = 0;
+  for (int64_t number = 0; number <= num_rows_; ++number) {
+    const Row& row = rows_[static_cast<size_t>(number)];
+    if (!row.is_running) continue;
+    ++running;
+    const std::string who = "row " + text(number);
+    if (number == 0 || !row_ids_.is_held(number)) broken(who + " runs, but is not held");
+    if (row.stored > row.committed || row.committed > row.reserved || row.reserved > max_tokens_) {
+      broken(who + ": " + text(row.stored) + " stored, " + text(row.committed) + " committed, " + text(row.reserved) +
+             " reserved");
+    }
+    if (tree_.length(row.lease) != row.stored) broken(who + " has a lease of another length");
+    if (static_cast<int64_t>(row.tail.size()) != row.committed - row.stored) broken(who + " has another tail");
+  }
+  if (running != row_ids_.num_held()) broken("rows are held that do not run");
+  if (tree_.num_leases() != running + static_cast<int64_t>(waiting_.size())) broken("a lease is lost");
+  if (seen_.count() != 0) broken("marks of a finished call are still set");
+}
+
+}  // namespace pagoda
