@@ -184,6 +184,21 @@ nb::object fork(Managed& self, nb::handle row, nb::handle n) {
   return rows.array;
 }
 
+nb::object invalidate(Managed& self, nb::handle group, nb::handle page_ids) {
+  const int64_t g = to_group(self, group);
+  IdArray bad(page_ids, "page_ids");
+  std::vector<int32_t> rows(static_cast<size_t>(self.core.num_rows()));
+  rows.resize(static_cast<size_t>(self.core.invalidate(g, bad.borrow(), rows.data())));
+  nb::object result = to_array(rows);
+  deliver(self.core.tree(), self);
+  return result;
+}
+
+void drop(Managed& self, nb::handle space) {
+  self.core.drop(to_space(space));
+  deliver(self.core.tree(), self);
+}
+
 // ── steps ───────────────────────────────────────────────────────────────────────────────────────────
 
 nb::object take_packed(Managed& self) {
@@ -319,6 +334,17 @@ Row, lease and own pages are free again when the fence of the current step has p
 
 Pages of the tree are shared; those behind are copied by the delta. Cost O(pages × n). Errors: CapacityError;
 ArgumentError; OutOfRangeError, NotHeldError for the row.)")
+      .def("invalidate", &invalidate, nb::arg("group").none(), nb::arg("page_ids").none(),
+           R"(Forgets what these pages of a group hold, because it is bad, and all that continues it: [n] int32, the running
+rows that read them.
+
+Those rows go on, nothing they commit is cached; release them to compute anew. Cached pages that nobody reads come free at
+once, the others as their rows end. Pages that hold nothing are ignored. Cost: a walk over all that is cached. Errors: OutOfRangeError;
+ArgumentError.)")
+      .def("drop", &drop, nb::arg("namespace").none(),
+           R"(Forgets a namespace: nothing of it is found any more, and what its running rows commit is not cached.
+
+Cost: its runs. Errors: ArgumentError.)")
       .def("_take_packed", &take_packed)
       .def("pass_fence", &pass_fence, nb::arg("step").none(),
            R"(Says that this step and those before it have finished on every device: what was freed in them is free.

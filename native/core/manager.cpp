@@ -161,6 +161,11 @@ void Manager::evict(Group& group, int64_t num_pages) {
     out.push_back(columns_[c].data());
   }
   tree_.carry_out(out, nullptr);
+  free_columns();
+}
+
+// Frees what the tree gave back: nobody reads it.
+void Manager::free_columns() {
   for (Group& each : groups_) {
     for (int c = each.first_column; c < each.first_column + each.num_columns; ++c) {
       const auto& ids = columns_[static_cast<size_t>(c)];
@@ -168,6 +173,52 @@ void Manager::evict(Group& group, int64_t num_pages) {
       evicted_ += static_cast<int64_t>(ids.size());
     }
   }
+}
+
+int64_t Manager::invalidate(int64_t g, Ids page_ids, int32_t* rows_out) {
+  Group& group = groups_[static_cast<size_t>(g)];
+  BitSet bad(group.spec.num_pages + 1);
+  for (int64_t i = 0; i < page_ids.size; ++i) {
+    if (page_ids[i] < 1 || page_ids[i] > group.spec.num_pages) {
+      throw BadId{IdFault::kOutOfRange, page_ids[i], i,
+                  "page_ids[" + text(i) + "] = " + text(page_ids[i]) + " is out of range: pages of group " +
+                      group.spec.name + " are 1 to " + text(group.spec.num_pages)};
+    }
+    bad.insert(page_ids[i]);
+  }
+  tree_.discard(group.first_column, group.num_columns, bad, columns_);
+  free_columns();
+  int64_t n = 0;
+  for (int64_t number = 1; number <= num_rows_; ++number) {
+    Row& row = rows_[static_cast<size_t>(number)];
+    if (!row.is_running) continue;
+    const int32_t* entries = group.entries(number);
+    const bool reads = std::any_of(entries + row.first[static_cast<size_t>(g)], entries + row.end[static_cast<size_t>(g)],
+                                   [&](int32_t id) { return bad.contains(id); });
+    if (reads) rows_out[n++] = static_cast<int32_t>(number);
+    if (reads || tree_.is_lost(row.lease)) stop_storing(row);
+  }
+  return n;
+}
+
+void Manager::drop(std::string_view space) {
+  const PrefixTree::Sizes& sizes = tree_.plan_drop(space);
+  std::vector<int32_t*> out;
+  for (size_t c = 0; c < columns_.size(); ++c) {
+    columns_[c].resize(static_cast<size_t>(sizes.columns[c]));
+    out.push_back(columns_[c].data());
+  }
+  tree_.carry_out(out, nullptr);
+  free_columns();
+  for (Row& row : rows_) {
+    if (row.is_running && row.space == space) stop_storing(row);
+  }
+}
+
+// What it commits from now on is not found by anybody.
+void Manager::stop_storing(Row& row) {
+  row.is_stored = false;
+  row.tail.clear();
 }
 
 void Manager::make_room() {
@@ -251,7 +302,7 @@ Manager::Admitted Manager::admit(const Sequence& sequence, int64_t reserve) {
   int32_t number;
   row_ids_.alloc(1, &number);
   Row& row = rows_[static_cast<size_t>(number)];
-  row.is_running = true;
+  row.is_running = row.is_stored = true;
   row.lease = lease;
   row.stored = row.committed = hit;
   row.reserved = target;
@@ -291,10 +342,13 @@ void Manager::take_hit(Group& group, size_t g, int64_t number, Row& row) {
   row.end[g] = static_cast<int32_t>(n);
 }
 
-// The first page of a group that a query from `committed` on reads; whole pages of the tree, so that its columns stay alike.
+// The first page of a group that is read once `committed` tokens are there: by their last whole page in the tree, whose
+// window has to stay whole for whoever resumes there, and so by every later query. Whole pages of the tree, so that
+// its columns stay alike.
 int64_t Manager::live_from(const Group& group, int64_t committed) const {
   if (!group.has_window()) return 0;
-  return math_.page(std::max<int64_t>(0, committed - group.spec.window + 1)) * group.num_columns;
+  const int64_t whole = math_.first_slot(math_.page(committed));
+  return math_.page(std::max<int64_t>(0, whole - group.spec.window + 1)) * group.num_columns;
 }
 
 Manager::Pending Manager::pending(const Sequence& sequence) const {
@@ -368,15 +422,16 @@ void Manager::pass_fence(int64_t fence) {
 
 // ── the delta ───────────────────────────────────────────────────────────────────────────────────────
 
-// Packed: step, writes, copies of each group; places, ids; sources and targets of each group.
+// Packed: the step in two halves, writes, copies of each group; places, ids; sources and targets of each group.
 int64_t Manager::delta_size() const {
-  size_t n = 2 + groups_.size() + 2 * index_.size();
+  size_t n = 3 + groups_.size() + 2 * index_.size();
   for (const Group& group : groups_) n += 2 * group.sources.size();
   return static_cast<int64_t>(n);
 }
 
 void Manager::take_delta(int32_t* out) {
-  *out++ = static_cast<int32_t>(step_);
+  *out++ = static_cast<int32_t>(step_ & std::numeric_limits<int32_t>::max());
+  *out++ = static_cast<int32_t>(step_ >> 31);
   *out++ = static_cast<int32_t>(index_.size());
   for (const Group& group : groups_) *out++ = static_cast<int32_t>(group.sources.size());
   out = std::copy(index_.begin(), index_.end(), out);

@@ -101,6 +101,10 @@ class Manager {
   // rows_out takes n rows.
   void fork(int64_t row, int64_t n, int32_t* rows_out);
 
+  // Forgets what these pages of a group hold. out: running rows that read them, at most num_rows.
+  int64_t invalidate(int64_t g, Ids page_ids, int32_t* rows_out);
+  void drop(std::string_view space);
+
   // What the step changes, packed: step, number of writes, of copies of each group; then the arrays.
   int64_t delta_size() const;
   void take_delta(int32_t* out);
@@ -116,6 +120,7 @@ class Manager {
  private:
   struct Row {
     bool is_running = false;
+    bool is_stored = true;  // what it commits becomes the tree's
     LeaseId lease{};
     int64_t stored = 0;  // tokens the tree has, leased
     int64_t committed = 0;
@@ -157,10 +162,13 @@ class Manager {
 
   void take_hit(Group& group, size_t g, int64_t number, Row& row);
   int64_t live_from(const Group& group, int64_t committed) const;
+  int32_t source_of(const Group& group, int32_t page) const;
   void store(int64_t number, Row& row);
   void give_up(int64_t number, Row& row);
   void punch(Row& row, size_t g, int64_t begin, int64_t end);
   void free_given_up();
+  void free_columns();
+  void stop_storing(Row& row);
   [[noreturn]] void broken(const std::string& what) const;
 
   int64_t num_rows_, max_tokens_, watermark_;

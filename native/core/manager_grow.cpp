@@ -92,11 +92,11 @@ void Manager::commit(Ids rows, Ids tokens, const Counts& counts) {
   for (int64_t i = 0; i < rows.size; ++i) {
     Row& row = rows_[static_cast<size_t>(rows[i])];
     const int64_t n = counts[i];
-    row.tail.insert(row.tail.end(), next, next + n);
+    if (row.is_stored) row.tail.insert(row.tail.end(), next, next + n);
     next += n;
     row.committed += n;
     if (has_windows_) give_up(rows[i], row);
-    if (row.committed - row.stored >= math_.size()) store(rows[i], row);
+    if (row.committed - row.stored >= math_.size() && row.is_stored) store(rows[i], row);
   }
   if (has_windows_) free_given_up();
 }
@@ -145,8 +145,7 @@ void Manager::store(int64_t number, Row& row) {
       }
     }
   }
-  const int64_t kept = done.length - row.stored;
-  row.tail.erase(row.tail.begin(), row.tail.begin() + kept);
+  row.tail.erase(row.tail.begin(), row.tail.begin() + (done.length - row.stored));
   row.stored = done.length;
 }
 
@@ -186,8 +185,17 @@ void Manager::punch(Row& row, size_t g, int64_t begin, int64_t end) {
   }
 }
 
+// Where the contents of a page are when the step's copies begin: all sources are read before a target is written.
+int32_t Manager::source_of(const Group& group, int32_t page) const {
+  const auto at = std::find(group.targets.begin(), group.targets.end(), page);
+  return at == group.targets.end() ? page : group.sources[static_cast<size_t>(at - group.targets.begin())];
+}
+
 void Manager::fork(int64_t number, int64_t n, int32_t* rows_out) {
   const Row& parent = row_at(number, 0);
+  if (!parent.is_stored) {
+    throw BadArgument("row " + text(number) + " is of a dropped namespace, or reads invalid pages: release it");
+  }
   row_ids_.require(n);
   int64_t writes = 0;
   for (size_t g = 0; g < groups_.size(); ++g) {
@@ -207,7 +215,7 @@ void Manager::fork(int64_t number, int64_t n, int32_t* rows_out) {
   for (int64_t i = 0; i < n; ++i) {
     Row& row = rows_[static_cast<size_t>(rows_out[i])];
     row.lease = tree_.lease_again(parent.lease);
-    row.is_running = true;
+    row.is_running = row.is_stored = true;
     row.stored = parent.stored;
     row.committed = row.reserved = parent.committed;
     row.tail = parent.tail;
@@ -220,7 +228,7 @@ void Manager::fork(int64_t number, int64_t n, int32_t* rows_out) {
       const int64_t shared = row.end[g];
       add_pages(group, static_cast<int64_t>(g), rows_out[i], row, group.math.pages_for(row.committed));
       for (int64_t p = shared; p < row.end[g]; ++p) {
-        group.sources.push_back(group.entries(number)[p]);
+        group.sources.push_back(source_of(group, group.entries(number)[p]));
         group.targets.push_back(group.entries(rows_out[i])[p]);
       }
     }

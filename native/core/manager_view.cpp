@@ -118,7 +118,8 @@ void Manager::check() const {
              " reserved");
     }
     if (tree_.length(row.lease) != row.stored) broken(who + " has a lease of another length");
-    if (static_cast<int64_t>(row.tail.size()) != row.committed - row.stored) broken(who + " has another tail");
+    const int64_t tail = row.is_stored ? row.committed - row.stored : 0;
+    if (static_cast<int64_t>(row.tail.size()) != tail) broken(who + " has another tail");
   }
   if (running != row_ids_.num_held()) broken("rows are held that do not run");
   if (tree_.num_leases() != running + static_cast<int64_t>(waiting_.size())) broken("a lease is lost");

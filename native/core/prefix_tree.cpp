@@ -139,6 +139,7 @@ int32_t PrefixTree::new_node(int32_t parent, int64_t begin) {
 }
 
 void PrefixTree::free_node(int32_t node) {
+  num_lost_ -= nodes_[node].is_lost;
   nodes_[node].number = 0;
   nodes_[node].parent = free_node_;
   free_node_ = node;
@@ -230,6 +231,7 @@ int32_t PrefixTree::split(int32_t node, int64_t depth) {
   up.family = low.family;
   up.used = low.used;
   up.is_trimmed = true;
+  std::swap(up.is_lost, low.is_lost);
   up.locks = low.locks > 0 ? 1 : 0;
   up.hash = low.hash;
   children_.replace(low.hash, node, upper);
@@ -252,7 +254,7 @@ void PrefixTree::rejoin(int32_t node) {
   while (nodes_[node].locks == 0 && !nodes_[node].is_root()) {
     const int32_t parent = nodes_[node].parent;
     const Node &low = nodes_[node], &up = nodes_[parent];
-    if (up.is_root() || up.locks > 0 || up.used != low.used) return;
+    if (up.is_root() || up.locks > 0 || up.used != low.used || low.is_lost) return;
     if (up.num_children == 1 && up.family == low.family && runs_.can_join(up.run, low.run)) {
       join(parent, node);
     } else {
@@ -267,6 +269,7 @@ void PrefixTree::join(int32_t upper, int32_t lower) {
   children_.erase(low.hash, lower);
   children_.replace(up.hash, upper, lower);
   low.hash = up.hash;
+  std::swap(low.is_lost, up.is_lost);
   low.run = runs_.join(up.run, low.run);
   low.begin = up.begin;
   low.parent = up.parent;

@@ -183,6 +183,11 @@ class PrefixTree {
   const Sizes& plan_drop(std::string_view space);
   void carry_out(const std::vector<int32_t*>& columns, int32_t* states);
 
+  // Forgets pages whose contents are bad, in columns [first, first + count), and all that continues them. What nobody
+  // protects comes free, by column; the rest cannot be found any more, and is the coldest once released.
+  void discard(int first, int count, const BitSet& bad, std::vector<std::vector<int32_t>>& freed);
+  bool is_lost(LeaseId lease) const;
+
   // Pages of a window column that lie in [begin, end).
   int64_t plan_punch(LeaseId lease, int column, int64_t begin, int64_t end);
   void carry_out_punch(int32_t* out);
@@ -215,6 +220,7 @@ class PrefixTree {
     int32_t root;
     bool is_trimmed;  // lost its tail: never grows in place again
     bool is_dropped;  // a root whose namespace was dropped
+    bool is_lost;     // what it holds is bad: neither it nor what continues it is found
     int32_t end() const { return begin + run.length; }
     bool is_root() const { return parent < 0; }
   };
@@ -286,6 +292,7 @@ class PrefixTree {
   void let_go(int32_t node);
   void let_go_coldest(int32_t node);
   void let_go_dropped(int32_t node);
+  bool is_below_lost(int32_t node) const;
   void touch(int32_t node);
   // Counts what a node holds in or out of the locked.
   void count_locked(int32_t node, int64_t sign);
@@ -346,6 +353,7 @@ class PrefixTree {
 
   Tally tokens_, states_;
   std::vector<Tally> window_pages_;  // of window columns, by column
+  int64_t num_lost_ = 0;  // nodes that are lost
   int64_t num_nodes_ = 0, num_leaves_ = 0, num_leases_ = 0;
   int64_t next_number_ = 1, next_family_ = 1, next_lease_ = 1;
   int64_t now_ = 0, cold_ = 0;

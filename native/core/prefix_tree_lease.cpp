@@ -121,7 +121,7 @@ void PrefixTree::release(LeaseId id) {
   leases_[static_cast<size_t>(id.slot)].number = 0;
   free_leases_.push_back(id.slot);
   --num_leases_;
-  if (nodes_[nodes_[lease.node].root].is_dropped) {
+  if (nodes_[nodes_[lease.node].root].is_dropped || is_below_lost(lease.node)) {
     let_go_dropped(lease.node);
   } else if (lease.is_demoted) {
     let_go_coldest(lease.node);
@@ -202,8 +202,21 @@ void PrefixTree::let_go_dropped(int32_t node) {
     }
     nodes_[node].used = child < 0 ? cold_ : nodes_[child].used;
     count_locked(node, -1);
+    const bool is_last = nodes_[node].is_lost && !nodes_[nodes_[node].root].is_dropped;
     node = nodes_[node].parent;
+    if (is_last) return let_go(node);  // what stands above is found
   }
+}
+
+bool PrefixTree::is_below_lost(int32_t node) const {
+  if (num_lost_ == 0) return false;
+  while (!nodes_[node].is_root() && !nodes_[node].is_lost) node = nodes_[node].parent;
+  return nodes_[node].is_lost;
+}
+
+bool PrefixTree::is_lost(LeaseId lease) const {
+  const int32_t node = require(lease).node;
+  return nodes_[nodes_[node].root].is_dropped || is_below_lost(node);
 }
 
 void PrefixTree::touch(int32_t node) {

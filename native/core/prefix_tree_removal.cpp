@@ -216,6 +216,58 @@ void PrefixTree::carry_out(const std::vector<int32_t*>& columns, int32_t* states
   cut_events_.clear();
 }
 
+void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<std::vector<int32_t>>& freed) {
+  struct Found {
+    int32_t node;
+    int64_t page;
+  };
+  std::vector<Found> found;
+  for (int64_t i = 0; i < nodes_.size(); ++i) {
+    const Node& node = nodes_[i];
+    if (node.number <= 0 || node.is_root()) continue;
+    int64_t worst = math_.page(node.run.length);
+    for (int c = first; c < first + count; ++c) {
+      int64_t page = 0;
+      runs_.for_pages(node.run, c, 0, worst, [&](const int32_t* ids, int64_t n) {
+        for (int64_t k = 0; k < n; ++k, ++page) {
+          if (ids[k] >= 0 && bad.contains(ids[k])) worst = std::min(worst, page);
+        }
+      });
+    }
+    if (worst < math_.page(node.run.length)) found.push_back({static_cast<int32_t>(i), worst});
+  }
+  reserve(static_cast<int64_t>(found.size()), static_cast<int64_t>(found.size()));
+  begin_plan(false);
+  for (const Found& each : found) {
+    if (is_below_lost(each.node)) continue;
+    if (each.page > 0) split(each.node, nodes_[each.node].begin + math_.first_slot(each.page));
+    nodes_[each.node].is_lost = true;
+    ++num_lost_;
+    // Matches made before must not find it: other numbers, another family.
+    for (int32_t node = each.node;;) {
+      nodes_[node].number = next_number_++;
+      nodes_[node].family = next_family_++;
+      if (nodes_[node].locks == 0) cut(node, nodes_[node].run.length, 0);
+      if (nodes_[node].first_child >= 0) {
+        node = nodes_[node].first_child;
+        continue;
+      }
+      while (node != each.node && nodes_[node].next_sibling < 0) node = nodes_[node].parent;
+      if (node == each.node) break;
+      node = nodes_[node].next_sibling;
+    }
+  }
+  std::vector<int32_t*> columns;
+  freed.resize(windows_.size());
+  for (size_t c = 0; c < freed.size(); ++c) {
+    freed[c].resize(static_cast<size_t>(sizes_.columns[c]));
+    columns.push_back(freed[c].data());
+  }
+  std::reverse(cuts_.begin(), cuts_.end());  // children before their parents
+  std::vector<int32_t> states(static_cast<size_t>(sizes_.states));
+  carry_out(columns, states.data());
+}
+
 // The pages of a node's run that a punch looks at.
 std::pair<int64_t, int64_t> PrefixTree::planned_part(int32_t node) const {
   const int64_t begin = math_.page(nodes_[node].begin), end = math_.page(nodes_[node].end());
@@ -361,7 +413,7 @@ void PrefixTree::reset() {
   for (size_t slot = leases_.size(); slot-- > 0;) free_leases_.push_back(static_cast<int32_t>(slot));
   tokens_ = states_ = {};
   std::fill(window_pages_.begin(), window_pages_.end(), Tally{});
-  num_nodes_ = num_leaves_ = num_leases_ = 0;
+  num_lost_ = num_nodes_ = num_leaves_ = num_leases_ = 0;
 }
 
 }  // namespace pagoda

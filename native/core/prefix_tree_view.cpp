@@ -144,7 +144,8 @@ void PrefixTree::check_node(int32_t index, std::vector<bool>& chunks) const {
   if (node.run.length <= 0 || math_.offset(node.run.length) != 0) broken(10, index, "it holds no whole pages");
   if (!runs_.mark(node.run, chunks)) broken(14, index, "its chunks are somebody else's, or their chain is broken");
   const int32_t* page = runs_.first_page(node.run);
-  if (node.hash != hash(node.parent, page) || child_of(node.parent, page, node.hash) != index) {
+  if (node.hash != hash(node.parent, page) ||
+      (!node.is_lost && child_of(node.parent, page, node.hash) != index)) {
     broken(10, index, "the table does not lead to it");
   }
   for (int c = 0; c < num_columns(); ++c) {
@@ -191,7 +192,7 @@ void PrefixTree::check() const {
   Tally tokens, states;
   std::vector<Tally> pages(windows_.size());
   std::map<int32_t, int64_t> keys;
-  int64_t num_nodes = 0, num_leaves = 0, num_leases = 0, reached = 0;
+  int64_t num_lost = 0, num_nodes = 0, num_leaves = 0, num_leases = 0, reached = 0;
   for (const Lease& lease : leases_) {
     if (lease.number == 0) continue;
     ++num_leases;
@@ -218,6 +219,7 @@ void PrefixTree::check() const {
       continue;
     }
     ++num_nodes;
+    num_lost += node.is_lost;
     num_leaves += node.first_child < 0;
     const auto add = [&](Tally& tally, int64_t n) {
       tally.total += n;
@@ -249,6 +251,7 @@ void PrefixTree::check() const {
   };
   require(num_nodes_, num_nodes, "nodes");
   require(num_leaves_, num_leaves, "leaves");
+  require(num_lost_, num_lost, "lost nodes");
   require(num_leases_, num_leases, "leases");
   require(static_cast<int64_t>(free_leases_.size()), static_cast<int64_t>(leases_.size()) - num_leases, "free leases");
   require(tokens_.total, tokens.total, "tokens");

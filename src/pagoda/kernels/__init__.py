@@ -18,7 +18,7 @@ from pagoda.errors import ConfigError
 from pagoda.kernels import reference
 from pagoda.kernels.reference import FP8_DTYPES
 
-__all__ = ["FP8_DTYPES", "on_device", "pack", "store", "unpack"]
+__all__ = ["FP8_DTYPES", "copy_pages", "on_device", "pack", "store", "unpack", "write_entries"]
 
 
 def _for(tensor: torch.Tensor) -> ModuleType:
@@ -75,3 +75,26 @@ def unpack(
     """Copy what `pack` gave back into pages of all buffers, in one launch. Arguments as for `pack`."""
     with on_device(packed.device):
         _for(packed).unpack(page_ids, buffers, addresses, packed)
+
+
+def copy_pages(
+    source: torch.Tensor, target: torch.Tensor, buffers: Sequence[torch.Tensor], addresses: torch.Tensor
+) -> None:
+    """Copy page source[i] of all buffers to page target[i], in one launch.
+
+    source, target: [n] int32 or int64; no page is both, since the launch reads and writes in no order.
+    buffers and addresses as for `pack`. A pair with a page outside the pool is not copied. Of pairs with
+    one target any may win.
+    """
+    with on_device(buffers[0].device):
+        _for(buffers[0]).copy_pages(source, target, buffers, addresses)
+
+
+def write_entries(index: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> None:
+    """Set entry index[i] of a flat table to values[i], in one launch.
+
+    index: [n] int32 or int64. values: [n] int32. table: [entries] int32, contiguous. An index outside the
+    table is not written. Of values for one entry any may win.
+    """
+    with on_device(table.device):
+        _for(table).write_entries(index, values, table)

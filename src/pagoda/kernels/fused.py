@@ -12,7 +12,7 @@ import triton.language as tl
 
 from pagoda.kernels.reference import FP8_DTYPES
 
-__all__ = ["pack", "store", "unpack"]
+__all__ = ["copy_pages", "pack", "store", "unpack", "write_entries"]
 
 
 @triton.jit
@@ -283,6 +283,15 @@ _BLOCK_OF_PAGE = (512, 4)  # elements, warps: 32 bytes a thread
 _ELEMENTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
+def _sides(buffers: Sequence[torch.Tensor]) -> tuple[int, int, int]:
+    """How many sizes take turns, and the bytes of a page of each.
+
+    A pool's layers are alike, so its buffers are K, V, K, V, ...; or all are one size.
+    """
+    sizes = [buffer.shape[1] for buffer in buffers]
+    return (1, sizes[0], 0) if len(set(sizes)) == 1 else (2, sizes[0], sizes[1])
+
+
 def _move(
     page_ids: torch.Tensor,
     buffers: Sequence[torch.Tensor],
@@ -292,10 +301,7 @@ def _move(
 ) -> None:
     if page_ids.shape[0] == 0:
         return
-    # A pool's layers are alike, so its buffers take turns: K, V, K, V, ...; or all are one size.
-    sizes = [buffer.shape[1] for buffer in buffers]
-    num_sides = 1 if len(set(sizes)) == 1 else 2
-    k_bytes, v_bytes = sizes[0], sizes[1] if num_sides == 2 else 0
+    num_sides, k_bytes, v_bytes = _sides(buffers)
     align = math.gcd(k_bytes, v_bytes, packed.data_ptr(), packed.shape[1], 16)
     width = min(align, 8)
     elements = packed.view(_ELEMENTS[width])
@@ -319,3 +325,71 @@ def unpack(
     page_ids: torch.Tensor, buffers: Sequence[torch.Tensor], addresses: torch.Tensor, packed: torch.Tensor
 ) -> None:
     _move(page_ids, buffers, addresses, packed, into_pool=True)
+
+
+@triton.jit(do_not_specialize=["num_pages", "num_rows"], do_not_specialize_on_alignment=["source", "target"])
+def _copy_pages(
+    source,
+    target,
+    addresses,
+    first_pool,  # tells the type of the elements
+    num_pages,
+    num_rows,
+    num_blocks,
+    K_SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    NUM_SIDES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Programs and sizes as in _move_pages.
+    block = tl.program_id(0) % num_blocks
+    row = (tl.program_id(0) // num_blocks) % num_rows
+    buffer = tl.program_id(0) // (num_blocks * num_rows)
+    read = tl.load(source + row).to(tl.int64)
+    written = tl.load(target + row).to(tl.int64)
+    size = tl.where(buffer % NUM_SIDES == 0, K_SIZE, V_SIZE)
+    pool = tl.load(addresses + buffer).to(tl.pointer_type(first_pool.dtype.element_ty))
+    read_at = tl.multiple_of(pool + read * size, ALIGN)
+    written_at = tl.multiple_of(pool + written * size, ALIGN)
+    is_pair = (read >= 0) & (read < num_pages) & (written >= 0) & (written < num_pages)
+    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < tl.where(is_pair, size, 0)
+    tl.store(written_at + at, tl.load(read_at + at, mask=mask), mask=mask)
+
+
+def copy_pages(
+    source: torch.Tensor, target: torch.Tensor, buffers: Sequence[torch.Tensor], addresses: torch.Tensor
+) -> None:
+    num_rows = source.shape[0]
+    if num_rows == 0:
+        return
+    num_sides, k_bytes, v_bytes = _sides(buffers)
+    align = math.gcd(k_bytes, v_bytes, 16)
+    width = min(align, 8)
+    block, num_warps = _BLOCK_OF_PAGE
+    num_blocks = triton.cdiv(max(k_bytes, v_bytes) // width, block)
+    _copy_pages[(num_blocks * len(buffers) * num_rows,)](
+        source, target, addresses, buffers[0].view(_ELEMENTS[width]), buffers[0].shape[0], num_rows,
+        num_blocks, k_bytes // width, v_bytes // width, num_sides, align, block,
+        num_warps=num_warps,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_writes", "num_entries"], do_not_specialize_on_alignment=["index", "values"]
+)
+def _write_entries(index, values, table, num_writes, num_entries, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_write = at < num_writes
+    entry = tl.load(index + at, mask=is_write, other=-1).to(tl.int64)
+    value = tl.load(values + at, mask=is_write)
+    tl.store(table + entry, value, mask=(entry >= 0) & (entry < num_entries))
+
+
+def write_entries(index: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> None:
+    num_writes, block = index.shape[0], 256
+    if num_writes:
+        _write_entries[(triton.cdiv(num_writes, block),)](
+            index, values, table, num_writes, table.shape[0], block, num_warps=4
+        )

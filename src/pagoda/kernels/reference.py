@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-__all__ = ["FP8_DTYPES", "cast", "pack", "store", "unpack"]
+__all__ = ["FP8_DTYPES", "cast", "copy_pages", "pack", "store", "unpack", "write_entries"]
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -73,3 +73,18 @@ def unpack(
 ) -> None:
     for pages, columns in _columns(buffers):
         pages[page_ids.long()] = packed[:, columns]
+
+
+def copy_pages(
+    source: torch.Tensor, target: torch.Tensor, buffers: Sequence[torch.Tensor], addresses: torch.Tensor
+) -> None:
+    num_pages = buffers[0].shape[0]
+    kept = (source >= 0) & (source < num_pages) & (target >= 0) & (target < num_pages)
+    read, written = source[kept].long(), target[kept].long()
+    for pages in buffers:
+        pages[written] = pages[read]
+
+
+def write_entries(index: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> None:
+    kept = (index >= 0) & (index < table.shape[0])
+    table[index[kept].long()] = values[kept]

@@ -17,8 +17,8 @@ Int32 = npt.NDArray[np.int32]
 class Delta:
     """Table writes and page copies of one step.
 
-    `packed` is [step, writes, copies of each group …, places, ids, then sources and targets of each group] int32;
-    everything else is a view of it. Two are equal when their arrays are. Errors: ArgumentError for an array that is no
+    `packed` is [step in two halves of 31 bits, writes, copies of each group …, places, ids, then sources and
+    targets of each group] int32; everything else is a view of it. Two are equal when their arrays are. Errors: ArgumentError for an array that is no
     delta of so many groups.
     """
 
@@ -28,10 +28,10 @@ class Delta:
     num_groups: int
 
     def __init__(self, packed: Int32, num_groups: int) -> None:
-        head = 2 + num_groups
+        head = 3 + num_groups
         if packed.ndim != 1 or packed.dtype != np.int32 or packed.shape[0] < head:
             raise ArgumentError("packed: give the int32 array of a delta")
-        sizes = packed[1:head]
+        sizes = packed[2:head]
         if (sizes < 0).any() or packed.shape[0] != head + 2 * int(sizes.sum()):
             raise ArgumentError(f"packed: {packed.shape[0]} entries are no delta of {num_groups} groups")
         self.packed, self.num_groups = packed, num_groups
@@ -39,31 +39,31 @@ class Delta:
     @property
     def step(self) -> int:
         """The step's number. O(1)."""
-        return int(self.packed[0])
+        return int(self.packed[0]) | int(self.packed[1]) << 31
 
     @property
     def num_writes(self) -> int:
         """Entries of tables that change. O(1)."""
-        return int(self.packed[1])
+        return int(self.packed[2])
 
     @property
     def index(self) -> Int32:
         """[writes] int32: places in the flat table of all groups, each once. O(1)."""
-        head = 2 + self.num_groups
+        head = 3 + self.num_groups
         return self.packed[head : head + self.num_writes]
 
     @property
     def page_ids(self) -> Int32:
         """[writes] int32: what to write there. O(1)."""
-        begin = 2 + self.num_groups + self.num_writes
+        begin = 3 + self.num_groups + self.num_writes
         return self.packed[begin : begin + self.num_writes]
 
     @property
     def copies(self) -> tuple[tuple[Int32, Int32], ...]:
         """For each group, sources and targets of page copies: [copies] int32 each. O(groups)."""
-        at = 2 + self.num_groups + 2 * self.num_writes
+        at = 3 + self.num_groups + 2 * self.num_writes
         found = []
-        for n in self.packed[2 : 2 + self.num_groups].tolist():
+        for n in self.packed[3 : 3 + self.num_groups].tolist():
             found.append((self.packed[at : at + n], self.packed[at + n : at + 2 * n]))
             at += 2 * n
         return tuple(found)

@@ -18,9 +18,12 @@ from pagoda.layout.numbers import count
 from pagoda.pools.arguments import (
     AnyIds,
     filled,
+    host_ids,
+    is_unread,
     layer_number,
     refuse_capture,
     require_buffer,
+    require_range,
     resolve_device,
 )
 from pagoda.pools.staging import Staging, staging_of
@@ -236,6 +239,41 @@ class TokenPool:
         with self._lock:
             kernels.unpack(ids, self._pages, self._addresses, checked)
 
+    def copy_pages(self, source: AnyIds, target: AnyIds, *, is_disjoint: bool = False) -> None:
+        """Copy page source[i] of all layers to page target[i].
+
+        All sources are read before a target is written. Cost: one launch at copy speed where no
+        page is both source and target, else two and room for the copied pages. Ids on the host are looked at
+        to know; for those in device tensors `is_disjoint` is the caller's word, and with it the call can be
+        captured. Errors: ArgumentError when lengths differ or a target stands twice on the host;
+        OutOfRangeError for ids on the host; CaptureError as for `pack`.
+        """
+        if is_unread(source, self.device) or is_unread(target, self.device):
+            read, written = (
+                self._staging.send_ids(ids, name, 0, self.num_pages)
+                for ids, name in ((source, "source"), (target, "target"))
+            )
+            _require_pairs(read.shape[0], written.shape[0])
+        else:
+            read_ids, written_ids = host_ids(source, "source"), host_ids(target, "target")
+            require_range(read_ids, 0, self.num_pages, "source", "source")
+            require_range(written_ids, 0, self.num_pages, "target", "target")
+            _require_pairs(read_ids.size, written_ids.size)
+            if np.unique(written_ids).size != written_ids.size:
+                raise ArgumentError("target: a page stands twice")
+            is_disjoint = not np.isin(read_ids, written_ids).any()
+            read, written = self._staging.send(read_ids, written_ids)
+        room = None
+        if not is_disjoint:
+            refuse_capture(self.device, "copy_pages of pages that may be source and target")
+            room = torch.empty(read.shape[0], self.page_bytes, dtype=torch.uint8, device=self.device)
+        with self._lock:
+            if room is None:
+                kernels.copy_pages(read, written, self._pages, self._addresses)
+            else:
+                kernels.pack(read, self._pages, self._addresses, room)
+                kernels.unpack(written, self._pages, self._addresses, room)
+
     def check(self) -> None:
         """Verify invariant 6. O(layers). Errors: InvariantError."""
         if [buffer.data_ptr() for buffer in (*self.k_buffer, *self.v_buffer)] != self._at:
@@ -255,6 +293,11 @@ class TokenPool:
                 f"{name}: give {wanted} contiguous bytes for {n} pages, not shape {tuple(packed.shape)}"
             )
         return packed.view(n, self.page_bytes)
+
+
+def _require_pairs(num_sources: int, num_targets: int) -> None:
+    if num_sources != num_targets:
+        raise ArgumentError(f"source has {num_sources} pages and target {num_targets}: give one a page")
 
 
 def _geometry(shape: tuple[int, int], name: str) -> tuple[int, int]:
