@@ -51,6 +51,10 @@ Manager::Manager(std::vector<GroupSpec> specs, int64_t num_rows, int64_t max_tok
       tree_(math_.size(), tree_windows(specs, math_.size()), false, capacity),
       row_ids_(num_rows, 1, "rows"),
       rows_(static_cast<size_t>(num_rows + 1)),
+      requests_(static_cast<size_t>(num_rows + 1)),
+      firsts_(static_cast<size_t>(num_rows + 1) * specs.size()),
+      ends_(static_cast<size_t>(num_rows + 1) * specs.size()),
+      tails_((num_rows + 1) * math_.size()),
       seen_(num_rows + 1) {
   int64_t offset = 0;
   int column = 0;
@@ -62,10 +66,6 @@ Manager::Manager(std::vector<GroupSpec> specs, int64_t num_rows, int64_t max_tok
   }
   if (offset > std::numeric_limits<int32_t>::max()) {
     throw BadConfig("tables of " + text(offset) + " entries pass 2^31: give fewer rows or tokens");
-  }
-  for (Row& row : rows_) {
-    row.first.resize(groups_.size());
-    row.end.resize(groups_.size());
   }
   no_locks_.assign(static_cast<size_t>(column), 0);
   locked_ = no_locks_;
@@ -86,10 +86,6 @@ const Manager::Row& Manager::row_at(int64_t row, int64_t position) const {
                 "rows[" + text(position) + "] = " + text(row) + " is no running request: it was released, or never admitted"};
   }
   return state;
-}
-
-Manager::Row& Manager::row_at(int64_t row, int64_t position) {
-  return const_cast<Row&>(std::as_const(*this).row_at(row, position));
 }
 
 void Manager::require_rows(Ids rows) {
@@ -190,13 +186,14 @@ int64_t Manager::invalidate(int64_t g, Ids page_ids, int32_t* rows_out) {
   free_columns();
   int64_t n = 0;
   for (int64_t number = 1; number <= num_rows_; ++number) {
-    Row& row = rows_[static_cast<size_t>(number)];
+    Row& row = this->row(number);
     if (!row.is_running) continue;
     const int32_t* entries = group.entries(number);
-    const bool reads = std::any_of(entries + row.first[static_cast<size_t>(g)], entries + row.end[static_cast<size_t>(g)],
+    const size_t which = static_cast<size_t>(g);
+    const bool reads = std::any_of(entries + first(number, which), entries + end(number, which),
                                    [&](int32_t id) { return bad.contains(id); });
     if (reads) rows_out[n++] = static_cast<int32_t>(number);
-    if (reads || tree_.is_lost(row.lease)) stop_storing(row);
+    if (reads || tree_.is_lost(request(number).lease)) row.is_stored = false;
   }
   return n;
 }
@@ -210,15 +207,9 @@ void Manager::drop(std::string_view space) {
   }
   tree_.carry_out(out, nullptr);
   free_columns();
-  for (Row& row : rows_) {
-    if (row.is_running && row.space == space) stop_storing(row);
+  for (int64_t number = 1; number <= num_rows_; ++number) {
+    if (request(number).space == space) row(number).is_stored = false;
   }
-}
-
-// What it commits from now on is not found by anybody.
-void Manager::stop_storing(Row& row) {
-  row.is_stored = false;
-  row.tail.clear();
 }
 
 void Manager::make_room() {
@@ -238,16 +229,15 @@ void Manager::write(const Group& group, int64_t row, int64_t page, int32_t id) {
   ids_.push_back(id);
 }
 
-void Manager::add_pages(Group& group, int64_t g, int64_t number, Row& row, int64_t to) {
-  int32_t& end = row.end[static_cast<size_t>(g)];
-  const int64_t n = to - end;
+void Manager::add_pages(Group& group, size_t g, int64_t number, int64_t to) {
+  const int64_t from = end(number, g), n = to - from;
   if (n <= 0) return;
-  int32_t* entries = group.entries(number) + end;
+  int32_t* entries = group.entries(number) + from;
   group.pages.alloc(n, entries);
-  std::fill_n(group.owned(number) + end, n, uint8_t{1});
+  std::fill_n(group.owned(number) + from, n, uint8_t{1});
   group.num_own += n;
-  for (int64_t i = 0; i < n; ++i) write(group, number, end + i, entries[i]);
-  end = static_cast<int32_t>(to);
+  for (int64_t i = 0; i < n; ++i) write(group, number, from + i, entries[i]);
+  end(number, g) = static_cast<int32_t>(to);
 }
 
 // ── admission ───────────────────────────────────────────────────────────────────────────────────────
@@ -301,18 +291,14 @@ Manager::Admitted Manager::admit(const Sequence& sequence, int64_t reserve) {
   make_room();
   int32_t number;
   row_ids_.alloc(1, &number);
-  Row& row = rows_[static_cast<size_t>(number)];
-  row.is_running = row.is_stored = true;
-  row.lease = lease;
-  row.stored = row.committed = hit;
-  row.reserved = target;
-  row.tail.clear();
-  row.prompt = std::move(prompt);
-  row.space = std::move(space);
-  row.ranges = std::move(ranges);
+  Request& request = this->request(number);
+  request.prompt.swap(prompt);
+  request.space.swap(space);
+  request.ranges.swap(ranges);
+  start(number, lease, hit, target);
   for (size_t g = 0; g < groups_.size(); ++g) {
-    take_hit(groups_[g], g, number, row);
-    add_pages(groups_[g], static_cast<int64_t>(g), number, row, groups_[g].math.pages_for(target));
+    take_hit(groups_[g], g, number);
+    add_pages(groups_[g], g, number, groups_[g].math.pages_for(target));
   }
   ++admitted_;
   tokens_ += sequence.tokens.size;
@@ -320,17 +306,25 @@ Manager::Admitted Manager::admit(const Sequence& sequence, int64_t reserve) {
   return {number, hit, target, lease.number};
 }
 
+void Manager::start(int64_t number, LeaseId lease, int64_t length, int64_t reserved) {
+  const int32_t known = static_cast<int32_t>(length);
+  row(number) = {static_cast<int32_t>(reserved), known, known, true, true};
+  request(number).lease = lease;
+}
+
 // Writes the leased pages of a row into a table. Those of a window begin where the next query looks.
-void Manager::take_hit(Group& group, size_t g, int64_t number, Row& row) {
+void Manager::take_hit(Group& group, size_t g, int64_t number) {
+  const Row& row = this->row(number);
+  const LeaseId lease = request(number).lease;
   const int64_t tree_pages = math_.page(row.stored), n = tree_pages * group.num_columns;
   int32_t* entries = group.entries(number);
   if (group.num_columns == 1) {
-    tree_.copy_pages(row.lease, group.first_column, entries);
+    tree_.copy_pages(lease, group.first_column, entries);
   } else {
     for (int c = 0; c < group.num_columns; ++c) {
       auto& ids = columns_[static_cast<size_t>(group.first_column + c)];
       ids.resize(static_cast<size_t>(tree_pages));
-      tree_.copy_pages(row.lease, group.first_column + c, ids.data());
+      tree_.copy_pages(lease, group.first_column + c, ids.data());
       for (int64_t p = 0; p < tree_pages; ++p) entries[p * group.num_columns + c] = ids[static_cast<size_t>(p)];
     }
   }
@@ -338,8 +332,8 @@ void Manager::take_hit(Group& group, size_t g, int64_t number, Row& row) {
   const int64_t first = live_from(group, row.committed);
   for (int64_t p = 0; p < first; ++p) entries[p] = 0;
   for (int64_t p = first; p < n; ++p) write(group, number, p, entries[p]);
-  row.first[g] = static_cast<int32_t>(first);
-  row.end[g] = static_cast<int32_t>(n);
+  this->first(number, g) = static_cast<int32_t>(first);
+  end(number, g) = static_cast<int32_t>(n);
 }
 
 // The first page of a group that is read once `committed` tokens are there: by their last whole page in the tree, whose
@@ -358,12 +352,14 @@ Manager::Pending Manager::pending(const Sequence& sequence) const {
   Pending best{0, hit};
   for (int64_t number = 1; number <= num_rows_; ++number) {
     const Row& row = rows_[static_cast<size_t>(number)];
-    if (!row.is_running || row.reserved <= best.length || row.space != sequence.space) continue;
+    const Request& request = requests_[static_cast<size_t>(number)];
+    if (!row.is_running || !row.is_stored || row.reserved <= best.length || request.space != sequence.space) continue;
     const bool has_keys = sequence.ranges != nullptr && !sequence.ranges->empty();
-    if (has_keys != !row.ranges.empty() || (has_keys && !same_keys(*sequence.ranges, row.ranges))) continue;
-    const int64_t most = std::min({n - 1, row.reserved, static_cast<int64_t>(row.prompt.size())});
-    const auto end = std::mismatch(row.prompt.begin(), row.prompt.begin() + most, sequence.tokens.data).first;
-    const int64_t same = math_.first_slot(math_.page(end - row.prompt.begin()));
+    if (has_keys != !request.ranges.empty() || (has_keys && !same_keys(*sequence.ranges, request.ranges))) continue;
+    const auto& prompt = request.prompt;
+    const int64_t most = std::min({n - 1, int64_t{row.reserved}, static_cast<int64_t>(prompt.size())});
+    const auto end = std::mismatch(prompt.begin(), prompt.begin() + most, sequence.tokens.data).first;
+    const int64_t same = math_.first_slot(math_.page(end - prompt.begin()));
     if (same > best.length) best = {number, same};
   }
   return best;
@@ -375,28 +371,32 @@ void Manager::release(Ids rows) {
   require_rows(rows);
   for (Group& group : groups_) group.given_up.clear();
   for (int64_t i = 0; i < rows.size; ++i) {
-    Row& row = rows_[static_cast<size_t>(rows[i])];
     for (size_t g = 0; g < groups_.size(); ++g) {
       Group& group = groups_[g];
       const int32_t* entries = group.entries(rows[i]);
-      uint8_t* own = group.owned(rows[i]);
-      for (int64_t p = row.first[g]; p < row.end[g]; ++p) {
-        if (own[p] == 0) continue;
-        own[p] = 0;
-        group.given_up.push_back(entries[p]);
+      const uint8_t* own = group.owned(rows[i]);
+      for (int64_t p = first(rows[i], g), to = end(rows[i], g); p < to; ++p) {
+        if (own[p] != 0) group.given_up.push_back(entries[p]);
       }
-      std::memset(group.entries(rows[i]), 0, static_cast<size_t>(row.end[g]) * sizeof(int32_t));
-      row.first[g] = row.end[g] = 0;
     }
-    waiting_.push_back({step_, row.lease});
-    row.is_running = false;
-    row.stored = row.committed = row.reserved = 0;
-    row.tail.clear();
-    row.prompt.clear();
-    row.ranges.clear();
+    waiting_.push_back({step_, request(rows[i]).lease});
+    clear(rows[i]);
   }
   free_given_up();
   row_ids_.free(rows, step_);
+}
+
+// Makes a row one that does not run. Entries before its first live one are never looked at.
+void Manager::clear(int64_t number) {
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const int64_t from = first(number, g), n = end(number, g) - from;
+    std::fill_n(groups_[g].entries(number) + from, n, 0);
+    std::fill_n(groups_[g].owned(number) + from, n, uint8_t{0});
+    first(number, g) = end(number, g) = 0;
+  }
+  row(number) = {};
+  request(number).prompt.clear();
+  request(number).ranges.clear();
 }
 
 void Manager::free_given_up() {

@@ -118,26 +118,35 @@ class Manager {
   void check() const;
 
  private:
+  // Of a row what a decode step touches, apart from the rest: 256 rows of it fit into the nearest cache.
   struct Row {
+    int32_t reserved = 0;
+    int32_t committed = 0;
+    int32_t stored = 0;  // tokens the tree has, leased
     bool is_running = false;
     bool is_stored = true;  // what it commits becomes the tree's
+  };
+  struct Request {
     LeaseId lease{};
-    int64_t stored = 0;  // tokens the tree has, leased
-    int64_t committed = 0;
-    int64_t reserved = 0;
-    std::vector<int32_t> tail;      // committed tokens behind `stored`
-    std::vector<int32_t> prompt;    // what it was admitted with
+    std::vector<int32_t> prompt;  // what it was admitted with
     std::string space;
     std::vector<KeyRange> ranges;
-    std::vector<int32_t> first, end;  // a group: pages [first, end) are in the table and not given up
   };
   struct Waiting {
     int64_t fence;
     LeaseId lease;
   };
 
-  Row& row_at(int64_t row, int64_t position);
   const Row& row_at(int64_t row, int64_t position) const;
+  Row& row(int64_t number) { return rows_[static_cast<size_t>(number)]; }
+  Request& request(int64_t number) { return requests_[static_cast<size_t>(number)]; }
+  // Pages [first, end) of a row are in a group's table and not given up.
+  int32_t& first(int64_t number, size_t g) { return firsts_[static_cast<size_t>(number) * groups_.size() + g]; }
+  int32_t& end(int64_t number, size_t g) { return ends_[static_cast<size_t>(number) * groups_.size() + g]; }
+  int32_t first(int64_t number, size_t g) const { return firsts_[static_cast<size_t>(number) * groups_.size() + g]; }
+  int32_t end(int64_t number, size_t g) const { return ends_[static_cast<size_t>(number) * groups_.size() + g]; }
+  // Committed tokens behind `stored`: fewer than a page of the tree.
+  int32_t* tail(int64_t number) { return tails_.data() + number * math_.size(); }
   void require_rows(Ids rows);
   void require_counts(Ids rows, const Counts& counts, const char* name) const;
   // The match that an admission would lock, and what it needs: fills `needed` of each group.
@@ -152,7 +161,7 @@ class Manager {
   void make_room();
   void evict(Group& group, int64_t num_pages);
   // Gives pages [end, to) of a row places in a group's table.
-  void add_pages(Group& group, int64_t g, int64_t row, Row& state, int64_t to);
+  void add_pages(Group& group, size_t g, int64_t number, int64_t to);
   // Room for so many more writes, and for n entries: what follows does not fail.
   void grow_writes(int64_t n);
   static void grow(std::vector<int32_t>& entries, size_t n) {
@@ -160,15 +169,17 @@ class Manager {
   }
   void write(const Group& group, int64_t row, int64_t page, int32_t id);
 
-  void take_hit(Group& group, size_t g, int64_t number, Row& row);
+  void take_hit(Group& group, size_t g, int64_t number);
   int64_t live_from(const Group& group, int64_t committed) const;
   int32_t source_of(const Group& group, int32_t page) const;
-  void store(int64_t number, Row& row);
-  void give_up(int64_t number, Row& row);
-  void punch(Row& row, size_t g, int64_t begin, int64_t end);
+  void start(int64_t number, LeaseId lease, int64_t length, int64_t reserved);
+  void clear(int64_t number);
+  void store_all(int64_t number, const int32_t* tokens, int64_t waiting, int64_t n);
+  void store(int64_t number, const int32_t* tokens, int64_t num_pages);
+  void give_up(int64_t number);
+  void punch(int64_t number, size_t g, int64_t begin, int64_t end);
   void free_given_up();
   void free_columns();
-  void stop_storing(Row& row);
   [[noreturn]] void broken(const std::string& what) const;
 
   int64_t num_rows_, max_tokens_, watermark_;
@@ -176,7 +187,11 @@ class Manager {
   std::deque<Group> groups_;  // a free-list stays where it was made
   PrefixTree tree_;
   FreeList row_ids_;
-  std::vector<Row> rows_;  // [num_rows + 1]
+  std::vector<Row> rows_;                // [num_rows + 1]
+  std::vector<Request> requests_;        // likewise
+  std::vector<int32_t> firsts_, ends_;   // [num_rows + 1, groups]
+  LazyArray<int32_t> tails_;             // [num_rows + 1, tokens of a page of the tree]
+  std::vector<int32_t> joined_;          // scratch: a tail and what follows it
   std::deque<Waiting> waiting_;
   int64_t step_ = 1;
   bool has_windows_ = false;

@@ -15,7 +15,7 @@ int64_t Manager::can_reserve(Ids rows, const Counts& counts) {
     const int64_t to = row.reserved + counts[i];
     if (to > max_tokens_) return i;
     for (size_t g = 0; g < groups_.size(); ++g) {
-      groups_[g].needed += std::max<int64_t>(0, groups_[g].math.pages_for(to) - row.end[g]);
+      groups_[g].needed += std::max<int64_t>(0, groups_[g].math.pages_for(to) - end(rows[i], g));
     }
     if (!has_room(0, no_locks_)) return i;
   }
@@ -34,7 +34,7 @@ void Manager::reserve(Ids rows, const Counts& counts) {
                         text(max_tokens_) + ", as this manager was made");
     }
     for (size_t g = 0; g < groups_.size(); ++g) {
-      groups_[g].needed += std::max<int64_t>(0, groups_[g].math.pages_for(to) - row.end[g]);
+      groups_[g].needed += std::max<int64_t>(0, groups_[g].math.pages_for(to) - end(rows[i], g));
     }
   }
   int64_t writes = 0;
@@ -45,12 +45,9 @@ void Manager::reserve(Ids rows, const Counts& counts) {
     make_room();
   }
   for (int64_t i = 0; i < rows.size; ++i) {
-    Row& row = rows_[static_cast<size_t>(rows[i])];
-    row.reserved += counts[i];
+    const int32_t to = row(rows[i]).reserved += static_cast<int32_t>(counts[i]);
     if (writes == 0) continue;
-    for (size_t g = 0; g < groups_.size(); ++g) {
-      add_pages(groups_[g], static_cast<int64_t>(g), rows[i], row, groups_[g].math.pages_for(row.reserved));
-    }
+    for (size_t g = 0; g < groups_.size(); ++g) add_pages(groups_[g], g, rows[i], groups_[g].math.pages_for(to));
   }
 }
 
@@ -64,7 +61,7 @@ void Manager::rollback(Ids rows, const Counts& counts) {
                         " tokens that are reserved and not committed, not " + text(counts[i]));
     }
   }
-  for (int64_t i = 0; i < rows.size; ++i) rows_[static_cast<size_t>(rows[i])].reserved -= counts[i];
+  for (int64_t i = 0; i < rows.size; ++i) row(rows[i]).reserved -= static_cast<int32_t>(counts[i]);
 }
 
 void Manager::commit(Ids rows, Ids tokens, const Counts& counts) {
@@ -90,24 +87,42 @@ void Manager::commit(Ids rows, Ids tokens, const Counts& counts) {
   const int32_t* next = tokens.data;
   for (Group& group : groups_) group.given_up.clear();
   for (int64_t i = 0; i < rows.size; ++i) {
-    Row& row = rows_[static_cast<size_t>(rows[i])];
-    const int64_t n = counts[i];
-    if (row.is_stored) row.tail.insert(row.tail.end(), next, next + n);
+    Row& row = this->row(rows[i]);
+    const int64_t n = counts[i], waiting = row.committed - row.stored, all = waiting + n;
+    row.committed += static_cast<int32_t>(n);
+    if (row.is_stored && all < math_.size()) {
+      std::copy_n(next, n, tail(rows[i]) + waiting);
+    } else if (all >= math_.size()) {
+      if (has_windows_) give_up(rows[i]);
+      if (row.is_stored) store_all(rows[i], next, waiting, n);
+    }
     next += n;
-    row.committed += n;
-    if (has_windows_) give_up(rows[i], row);
-    if (row.committed - row.stored >= math_.size() && row.is_stored) store(rows[i], row);
   }
   if (has_windows_) free_given_up();
 }
 
-// Makes whole pages of the tree out of what is committed behind it.
-void Manager::store(int64_t number, Row& row) {
-  const int64_t first = math_.page(row.stored), n = math_.page(row.committed) - first;
+// Stores whole pages of a row's tail and of n tokens behind it, and keeps the rest as its tail.
+void Manager::store_all(int64_t number, const int32_t* tokens, int64_t waiting, int64_t n) {
+  const int64_t num_pages = math_.page(waiting + n), whole = math_.first_slot(num_pages);
+  const int32_t* all = tokens;
+  if (waiting > 0) {
+    joined_.assign(tail(number), tail(number) + waiting);
+    joined_.insert(joined_.end(), tokens, tokens + (whole - waiting));
+    all = joined_.data();
+  }
+  store(number, all, num_pages);
+  std::copy(tokens + (whole - waiting), tokens + n, tail(number));
+}
+
+// Makes pages of the tree out of what is committed behind it.
+void Manager::store(int64_t number, const int32_t* tokens, int64_t n) {
+  Row& row = this->row(number);
+  Request& request = this->request(number);
+  const int64_t first_page = math_.page(row.stored);
   for (size_t g = 0; g < groups_.size(); ++g) {
     const Group& group = groups_[g];
-    const int32_t* entries = group.entries(number) + first * group.num_columns;
-    const int64_t live = row.first[g] - first * group.num_columns;  // those before are holes
+    const int32_t* entries = group.entries(number) + first_page * group.num_columns;
+    const int64_t live = first(number, g) - first_page * group.num_columns;  // those before are holes
     for (int c = 0; c < group.num_columns; ++c) {
       const size_t column = static_cast<size_t>(group.first_column + c);
       if (live <= 0 && group.num_columns == 1) {
@@ -123,13 +138,13 @@ void Manager::store(int64_t number, Row& row) {
       column_ids_[column] = {ids.data(), n};
     }
   }
-  const Sequence sequence{row.space, {row.tail.data(), math_.first_slot(n)}, row.ranges.empty() ? nullptr : &row.ranges};
-  const Inserted done = tree_.insert(sequence, column_ids_, &row.lease, {});
+  const Sequence sequence{request.space, {tokens, math_.first_slot(n)}, request.ranges.empty() ? nullptr : &request.ranges};
+  const Inserted done = tree_.insert(sequence, column_ids_, &request.lease, {});
   // What the tree took is no longer the row's.
-  const auto hand_over = [&](size_t g, int64_t begin, int64_t end) {
+  const auto hand_over = [&](size_t g, int64_t begin, int64_t to) {
     Group& group = groups_[g];
     uint8_t* own = group.owned(number);
-    for (int64_t p = std::max<int64_t>(begin, row.first[g]); p < end; ++p) {
+    for (int64_t p = std::max<int64_t>(begin, first(number, g)); p < to; ++p) {
       group.num_own -= own[p];
       own[p] = 0;
     }
@@ -145,20 +160,23 @@ void Manager::store(int64_t number, Row& row) {
       }
     }
   }
-  row.tail.erase(row.tail.begin(), row.tail.begin() + (done.length - row.stored));
-  row.stored = done.length;
+  row.stored += static_cast<int32_t>(math_.first_slot(n));
+  // All that its window needs is there: the lease ends where the row's pages do.
+  if (done.length != row.stored) broken("row " + text(number) + " stored " + text(done.length) + " tokens only");
 }
 
 // Pages that no query from `committed` on reads: the row's own go, those before in the tree are punched.
-void Manager::give_up(int64_t number, Row& row) {
+void Manager::give_up(int64_t number) {
   for (size_t g = 0; g < groups_.size(); ++g) {
     Group& group = groups_[g];
-    const int64_t live = std::min<int64_t>(live_from(group, row.committed), row.end[g]);
-    if (live <= row.first[g]) continue;
+    if (!group.has_window()) continue;
+    int32_t& from = first(number, g);
+    const int64_t live = std::min<int64_t>(live_from(group, row(number).committed), end(number, g));
+    if (live <= from) continue;
     const int32_t* entries = group.entries(number);
     uint8_t* own = group.owned(number);
     bool is_leased = false;
-    for (int64_t p = row.first[g]; p < live; ++p) {
+    for (int64_t p = from; p < live; ++p) {
       if (own[p] != 0) {
         own[p] = 0;
         group.given_up.push_back(entries[p]);
@@ -166,16 +184,17 @@ void Manager::give_up(int64_t number, Row& row) {
         is_leased = true;
       }
     }
-    if (is_leased) punch(row, g, row.first[g], live);
-    row.first[g] = static_cast<int32_t>(live);
+    if (is_leased) punch(number, g, from, live);
+    from = static_cast<int32_t>(live);
   }
 }
 
 // Makes holes of a row's leased pages [begin, end) of a group.
-void Manager::punch(Row& row, size_t g, int64_t begin, int64_t end) {
+void Manager::punch(int64_t number, size_t g, int64_t begin, int64_t end) {
   Group& group = groups_[g];
   for (int c = 0; c < group.num_columns; ++c) {
-    const int64_t n = tree_.plan_punch(row.lease, group.first_column + c, math_.first_slot(begin / group.num_columns),
+    const int64_t n = tree_.plan_punch(request(number).lease, group.first_column + c,
+                                       math_.first_slot(begin / group.num_columns),
                                        math_.first_slot(end / group.num_columns));
     if (n == 0) continue;
     const size_t before = group.given_up.size();
@@ -212,24 +231,24 @@ void Manager::fork(int64_t number, int64_t n, int32_t* rows_out) {
   }
   make_room();
   row_ids_.alloc(n, rows_out);
+  const Request& origin = request(number);
   for (int64_t i = 0; i < n; ++i) {
-    Row& row = rows_[static_cast<size_t>(rows_out[i])];
-    row.lease = tree_.lease_again(parent.lease);
-    row.is_running = row.is_stored = true;
-    row.stored = parent.stored;
-    row.committed = row.reserved = parent.committed;
-    row.tail = parent.tail;
-    row.prompt = parent.prompt;
-    row.space = parent.space;
-    row.ranges = parent.ranges;
+    const int64_t child = rows_out[i];
+    Request& request = this->request(child);
+    request.prompt = origin.prompt;
+    request.space = origin.space;
+    request.ranges = origin.ranges;
+    start(child, tree_.lease_again(origin.lease), parent.stored, parent.committed);
+    row(child).committed = parent.committed;
+    std::copy_n(tail(number), parent.committed - parent.stored, tail(child));
     for (size_t g = 0; g < groups_.size(); ++g) {
       Group& group = groups_[g];
-      take_hit(group, g, rows_out[i], row);
-      const int64_t shared = row.end[g];
-      add_pages(group, static_cast<int64_t>(g), rows_out[i], row, group.math.pages_for(row.committed));
-      for (int64_t p = shared; p < row.end[g]; ++p) {
+      take_hit(group, g, child);
+      const int64_t shared = end(child, g);
+      add_pages(group, g, child, group.math.pages_for(parent.committed));
+      for (int64_t p = shared; p < end(child, g); ++p) {
         group.sources.push_back(source_of(group, group.entries(number)[p]));
-        group.targets.push_back(group.entries(rows_out[i])[p]);
+        group.targets.push_back(group.entries(child)[p]);
       }
     }
   }

@@ -11,10 +11,14 @@ Manager::Lengths Manager::lengths(int64_t number) const {
 }
 
 int64_t Manager::first_page(int64_t number, int64_t g) const {
-  return row_at(number, 0).first[static_cast<size_t>(g)];
+  row_at(number, 0);
+  return first(number, static_cast<size_t>(g));
 }
 
-int64_t Manager::end_page(int64_t number, int64_t g) const { return row_at(number, 0).end[static_cast<size_t>(g)]; }
+int64_t Manager::end_page(int64_t number, int64_t g) const {
+  row_at(number, 0);
+  return end(number, static_cast<size_t>(g));
+}
 
 Manager::Stats Manager::stats() const {
   return {row_ids_.num_held(), row_ids_.num_quarantined(), admitted_, tokens_, hits_, evicted_};
@@ -27,19 +31,7 @@ void Manager::reset() {
   index_.clear();
   ids_.clear();
   for (int64_t number = 1; number <= num_rows_; ++number) {
-    Row& row = rows_[static_cast<size_t>(number)];
-    if (!row.is_running) continue;
-    for (size_t g = 0; g < groups_.size(); ++g) {
-      Group& group = groups_[g];
-      std::fill_n(group.entries(number), row.end[g], 0);
-      std::fill_n(group.owned(number), row.end[g], uint8_t{0});
-      row.first[g] = row.end[g] = 0;
-    }
-    row.is_running = false;
-    row.stored = row.committed = row.reserved = 0;
-    row.tail.clear();
-    row.prompt.clear();
-    row.ranges.clear();
+    if (row(number).is_running) clear(number);
   }
   for (Group& group : groups_) {
     group.pages.reset();
@@ -85,10 +77,10 @@ void Manager::check() const {
       const std::string who = "row " + text(number);
       const int32_t* entries = group.entries(number);
       const uint8_t* own = group.owned(number);
-      const int64_t end = row.is_running ? row.end[g] : 0;
+      const int64_t first = this->first(number, g), end = row.is_running ? this->end(number, g) : 0;
       if (row.is_running && end < group.math.pages_for(row.reserved)) broken(name + who + " has too few pages");
       for (int64_t p = 0; p < group.max_pages; ++p) {
-        const bool is_live = p >= row.first[g] && p < end;
+        const bool is_live = p >= first && p < end;
         if (own[p] != 0 && !is_live) broken(name + who + " owns page " + text(p) + " that it gave up");
         if (!is_live) continue;
         if (entries[p] < 1) broken(name + who + " has no page at " + text(p));
@@ -117,9 +109,10 @@ void Manager::check() const {
       broken(who + ": " + text(row.stored) + " stored, " + text(row.committed) + " committed, " + text(row.reserved) +
              " reserved");
     }
-    if (tree_.length(row.lease) != row.stored) broken(who + " has a lease of another length");
-    const int64_t tail = row.is_stored ? row.committed - row.stored : 0;
-    if (static_cast<int64_t>(row.tail.size()) != tail) broken(who + " has another tail");
+    if (tree_.length(requests_[static_cast<size_t>(number)].lease) != row.stored) {
+      broken(who + " has a lease of another length");
+    }
+    if (row.is_stored && row.committed - row.stored >= math_.size()) broken(who + " keeps a whole page to itself");
   }
   if (running != row_ids_.num_held()) broken("rows are held that do not run");
   if (tree_.num_leases() != running + static_cast<int64_t>(waiting_.size())) broken("a lease is lost");

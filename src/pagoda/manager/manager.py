@@ -28,6 +28,7 @@ class Manager(ManagerCore):
     """
 
     layout: Layout
+    num_groups: int
 
     def __init__(
         self,
@@ -55,11 +56,7 @@ class Manager(ManagerCore):
             specs.append((group.name, group.page_tokens, group.window, pages))
         super().__init__(specs, num_rows, max_tokens, watermark, 0)
         self.layout = layout
-
-    @property
-    def num_groups(self) -> int:
-        """Groups, in the order of `layout.groups`. O(1)."""
-        return len(self.layout.groups)
+        self.num_groups = len(specs)
 
     @property
     def table_shapes(self) -> dict[str, tuple[int, int]]:
@@ -71,7 +68,7 @@ class Manager(ManagerCore):
 
     def take_delta(self) -> Delta:
         """What the calls since the last one changed; a new step begins. The caller's. Cost: its bytes."""
-        return Delta(self._take_packed(), self.num_groups)
+        return Delta.trusted(self._take_packed(), self.num_groups)
 
     def stats(self) -> Stats:
         """Pages by group, rows, hits so far. O(groups)."""
