@@ -8,7 +8,7 @@ import time
 
 import torch
 
-HOST = ["ids", "growth", "arrays", "tree"]
+HOST = ["ids", "growth", "arrays", "tree", "manager"]
 GPU = ["store", "pack", "staging"]
 
 

@@ -17,6 +17,7 @@ PLOTS = Path(__file__).parent.parent / "docs" / "plots"
 GREY = "#7d8590"  # text and axes: legible on white and on black, as the colours are
 COLOURS = ["#2f81f7", "#d29922", "#3fb950", "#db61a2", "#a371f7"]
 PEER_COLOURS = {"sglang-rust": "#f85149", "sglang-unified": "#bc8c5f", "sglang-radix": "#8b949e"}
+VLLM_COLOURS = {1: "#f85149", 6: "#bc8c5f"}  # by groups
 STYLE = {
     "svg.fonttype": "none",  # text stays text: small, and it can be searched
     "svg.hashsalt": "pagoda",  # the same numbers give the same file
@@ -47,15 +48,22 @@ def results(name: str) -> list[Row]:
 
 def main() -> None:
     mpl.rcParams.update(STYLE)
-    tree = results("tree")
-    if not tree:
-        raise SystemExit("bench.plot: no results; run `python -m bench tree` first")
+    tree, manager = results("tree"), results("manager")
+    if not tree and not manager:
+        raise SystemExit("bench.plot: no results; run `python -m bench tree manager` first")
     PLOTS.mkdir(parents=True, exist_ok=True)
-    by_leaves(
-        [row for row in tree if row["figure"] == "leaves"],
-        [row for row in results("radix") if row["impl"] in PEER_COLOURS and "evict" in row],
-    )
-    by_length([row for row in tree if row["figure"] == "length"])
+    if tree:
+        by_leaves(
+            [row for row in tree if row["figure"] == "leaves"],
+            [row for row in results("radix") if row["impl"] in PEER_COLOURS and "evict" in row],
+        )
+        by_length([row for row in tree if row["figure"] == "length"])
+    if manager:
+        by_batch(
+            [row for row in manager if row["figure"] == "batch"],
+            [row for row in results("blocks") if row["impl"].startswith("vllm") and "decode" in row],
+        )
+        by_context([row for row in manager if row["figure"] == "length"])
 
 
 def by_leaves(rows: list[Row], peers: list[Row]) -> None:
@@ -82,6 +90,34 @@ def by_length(rows: list[Row]) -> None:
     points = [(row["tokens"], row["machine, µs"]["best_us"]) for row in rows]
     axes.plot(*zip(*points, strict=True), ":", color=GREY, label="machine: compare + copy")
     _write(figure, axes, "tree-length")
+
+
+def by_batch(rows: list[Row], peers: list[Row]) -> None:
+    figure, axes = _axes("running requests", "Cost of a decode step (contexts of 1,000 tokens)")
+    for groups, colour in zip(sorted({row["groups"] for row in rows}), COLOURS, strict=False):
+        points = [(row["requests"], row["step, µs"]["best_us"]) for row in rows if row["groups"] == groups]
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=_groups(groups))
+        best = min((row["decode"]["p50_us"] for row in peers if row["groups"] == groups), default=None)
+        if best is not None:
+            label = f"{_groups(groups)}, vLLM's fastest"
+            axes.plot([256], [best], "D", color=VLLM_COLOURS.get(groups, GREY), label=label)
+    _write(figure, axes, "manager-batch")
+
+
+def by_context(rows: list[Row]) -> None:
+    figure, axes = _axes("tokens of context", "Cost of the manager's calls against context")
+    names = [name for name in rows[0] if name.endswith(", µs")]
+    for groups, line in zip(sorted({row["groups"] for row in rows}), ("o-", "o--"), strict=False):
+        here = [row for row in rows if row["groups"] == groups]
+        for name, colour in zip(names, COLOURS, strict=False):
+            points = [(row["tokens"], row[name]["best_us"]) for row in here]
+            label = f"{name.removesuffix(', µs')}, {_groups(groups)}"
+            axes.plot(*zip(*points, strict=True), line, color=colour, label=label)
+    _write(figure, axes, "manager-context")
+
+
+def _groups(n: int) -> str:
+    return "1 group" if n == 1 else f"{n} groups"
 
 
 def _axes(across: str, title: str) -> tuple[Figure, Axes]:

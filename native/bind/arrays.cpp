@@ -98,12 +98,13 @@ int64_t to_int(nb::handle value, const char* name, int64_t low, int64_t high) {
 }
 
 std::string to_text(nb::handle value, const char* name) {
-  const char* characters = PyUnicode_Check(value.ptr()) ? PyUnicode_AsUTF8(value.ptr()) : nullptr;
+  Py_ssize_t size = 0;
+  const char* characters = PyUnicode_Check(value.ptr()) ? PyUnicode_AsUTF8AndSize(value.ptr(), &size) : nullptr;
   if (characters == nullptr) {
     if (PyErr_Occurred() != nullptr) forgive();
     refuse(name, "give a str of valid characters");
   }
-  return characters;
+  return {characters, static_cast<size_t>(size)};
 }
 
 IdArray::IdArray(nb::handle array, const char* name) : array_(array), name_(name) {

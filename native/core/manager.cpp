@@ -5,6 +5,8 @@
 #include <limits>
 #include <numeric>
 
+#include "core/scan.hpp"
+
 namespace pagoda {
 
 namespace {
@@ -21,6 +23,19 @@ std::vector<int64_t> tree_windows(const std::vector<GroupSpec>& groups, int64_t 
     for (int64_t i = 0; i < step / group.page_tokens; ++i) windows.push_back(group.window);
   }
   return windows;
+}
+
+// The rows of a manager whose tables can be numbered.
+int64_t checked_rows(const std::vector<GroupSpec>& groups, int64_t num_rows, int64_t max_tokens) {
+  int64_t entries = 0;
+  for (const GroupSpec& group : groups) {
+    entries += (num_rows + 1) * PageMath(group.page_tokens).pages_for(max_tokens);
+    if (entries > std::numeric_limits<int32_t>::max()) {
+      throw BadConfig("tables of " + text(num_rows) + " rows of " + text(max_tokens) +
+                      " tokens pass 2^31 entries: give fewer rows or tokens");
+    }
+  }
+  return num_rows;
 }
 
 bool same_keys(const std::vector<KeyRange>& a, const std::vector<KeyRange>& b) {
@@ -44,7 +59,7 @@ Manager::Group::Group(GroupSpec given, int64_t num_rows, int64_t max_tokens, int
 
 Manager::Manager(std::vector<GroupSpec> specs, int64_t num_rows, int64_t max_tokens, int64_t watermark,
                  int64_t capacity)
-    : num_rows_(num_rows),
+    : num_rows_(checked_rows(specs, num_rows, max_tokens)),
       max_tokens_(max_tokens),
       watermark_(watermark),
       math_(common_step(specs)),
@@ -63,9 +78,6 @@ Manager::Manager(std::vector<GroupSpec> specs, int64_t num_rows, int64_t max_tok
     groups_.emplace_back(std::move(spec), num_rows, max_tokens, offset, column, math_.size());
     offset += (num_rows + 1) * groups_.back().max_pages;
     column += groups_.back().num_columns;
-  }
-  if (offset > std::numeric_limits<int32_t>::max()) {
-    throw BadConfig("tables of " + text(offset) + " entries pass 2^31: give fewer rows or tokens");
   }
   no_locks_.assign(static_cast<size_t>(column), 0);
   locked_ = no_locks_;
@@ -242,9 +254,17 @@ void Manager::add_pages(Group& group, size_t g, int64_t number, int64_t to) {
 
 // ── admission ───────────────────────────────────────────────────────────────────────────────────────
 
+void Manager::require_tokens(Ids tokens) {
+  if (tokens.size == 0) throw BadArgument("tokens: give at least one");
+  const int64_t at = first_outside(tokens.data, tokens.size, 0, std::numeric_limits<int32_t>::max());
+  if (at == tokens.size) return;
+  throw BadId{IdFault::kOutOfRange, tokens[at], at,
+              "tokens[" + text(at) + "] = " + text(tokens[at]) + " is no token: give 0 or more"};
+}
+
 void Manager::find_hit(const Sequence& sequence, int64_t reserve, Match& match) {
   const int64_t n = sequence.tokens.size;
-  if (n == 0) throw BadArgument("tokens: give at least one");
+  require_tokens(sequence.tokens);
   if (n > max_tokens_) {
     throw BadArgument(text(n) + " tokens: a row has at most " + text(max_tokens_) + ", as this manager was made");
   }
@@ -347,7 +367,7 @@ int64_t Manager::live_from(const Group& group, int64_t committed) const {
 
 Manager::Pending Manager::pending(const Sequence& sequence) const {
   const int64_t n = sequence.tokens.size;
-  if (n == 0) throw BadArgument("tokens: give at least one");
+  require_tokens(sequence.tokens);
   const int64_t hit = tree_.match_length({sequence.space, {sequence.tokens.data, n - 1}, sequence.ranges});
   Pending best{0, hit};
   for (int64_t number = 1; number <= num_rows_; ++number) {

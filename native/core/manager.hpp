@@ -148,6 +148,7 @@ class Manager {
   // Committed tokens behind `stored`: fewer than a page of the tree.
   int32_t* tail(int64_t number) { return tails_.data() + number * math_.size(); }
   void require_rows(Ids rows);
+  static void require_tokens(Ids tokens);  // at least one, none negative
   void require_counts(Ids rows, const Counts& counts, const char* name) const;
   // The match that an admission would lock, and what it needs: fills `needed` of each group.
   void find_hit(const Sequence& sequence, int64_t reserve, Match& match);
@@ -191,6 +192,7 @@ class Manager {
   std::vector<Request> requests_;        // likewise
   std::vector<int32_t> firsts_, ends_;   // [num_rows + 1, groups]
   LazyArray<int32_t> tails_;             // [num_rows + 1, tokens of a page of the tree]
+  std::vector<int32_t> growing_;         // scratch: rows that need pages
   std::vector<int32_t> joined_;          // scratch: a tail and what follows it
   std::deque<Waiting> waiting_;
   int64_t step_ = 1;

@@ -26,28 +26,34 @@ void Manager::reserve(Ids rows, const Counts& counts) {
   require_rows(rows);
   require_counts(rows, counts, "n");
   for (Group& group : groups_) group.needed = 0;
+  growing_.clear();
   for (int64_t i = 0; i < rows.size; ++i) {
-    const Row& row = rows_[static_cast<size_t>(rows[i])];
-    const int64_t to = row.reserved + counts[i];
+    const int64_t to = row(rows[i]).reserved + counts[i];
     if (to > max_tokens_) {
       throw BadArgument("row " + text(rows[i]) + " would have " + text(to) + " tokens: a row has at most " +
                         text(max_tokens_) + ", as this manager was made");
     }
-    for (size_t g = 0; g < groups_.size(); ++g) {
-      groups_[g].needed += std::max<int64_t>(0, groups_[g].math.pages_for(to) - end(rows[i], g));
+    bool is_growing = false;
+    const int32_t* ends = &end(rows[i], 0);
+    for (Group& group : groups_) {
+      const int64_t more = group.math.pages_for(to) - *ends++;
+      if (more <= 0) continue;
+      group.needed += more;
+      is_growing = true;
     }
+    if (is_growing) growing_.push_back(rows[i]);
   }
-  int64_t writes = 0;
-  for (const Group& group : groups_) writes += group.needed;
-  if (writes > 0) {
+  if (!growing_.empty()) {
+    int64_t writes = 0;
+    for (const Group& group : groups_) writes += group.needed;
     require_room(0, no_locks_);
     grow_writes(writes);
     make_room();
   }
-  for (int64_t i = 0; i < rows.size; ++i) {
-    const int32_t to = row(rows[i]).reserved += static_cast<int32_t>(counts[i]);
-    if (writes == 0) continue;
-    for (size_t g = 0; g < groups_.size(); ++g) add_pages(groups_[g], g, rows[i], groups_[g].math.pages_for(to));
+  for (int64_t i = 0; i < rows.size; ++i) row(rows[i]).reserved += static_cast<int32_t>(counts[i]);
+  for (const int32_t number : growing_) {
+    const int64_t to = row(number).reserved;
+    for (size_t g = 0; g < groups_.size(); ++g) add_pages(groups_[g], g, number, groups_[g].math.pages_for(to));
   }
 }
 
@@ -79,11 +85,7 @@ void Manager::commit(Ids rows, Ids tokens, const Counts& counts) {
   if (sum != tokens.size) {
     throw BadArgument("tokens has " + text(tokens.size) + " entries, and counts add up to " + text(sum));
   }
-  for (int64_t i = 0; i < tokens.size; ++i) {
-    if (tokens[i] >= 0) continue;
-    throw BadId{IdFault::kOutOfRange, tokens[i], i,
-                "tokens[" + text(i) + "] = " + text(tokens[i]) + " is no token: give 0 or more"};
-  }
+  if (tokens.size > 0) require_tokens(tokens);
   const int32_t* next = tokens.data;
   for (Group& group : groups_) group.given_up.clear();
   for (int64_t i = 0; i < rows.size; ++i) {

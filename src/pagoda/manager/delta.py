@@ -29,7 +29,7 @@ class Delta:
 
     def __init__(self, packed: Int32, num_groups: int) -> None:
         head = 3 + num_groups
-        if packed.ndim != 1 or packed.dtype != np.int32 or packed.shape[0] < head:
+        if not isinstance(packed, np.ndarray) or packed.ndim != 1 or packed.dtype != np.int32 or packed.shape[0] < head:
             raise ArgumentError("packed: give the int32 array of a delta")
         sizes = packed[2:head]
         if (sizes < 0).any() or packed.shape[0] != head + 2 * int(sizes.sum()):

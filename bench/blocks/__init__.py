@@ -1,0 +1,1 @@
+"""Block managers side by side: one workload, in processes of their own. See README.md."""

@@ -1,0 +1,205 @@
+"""The manager without any peer: decode steps against batch and context, prefill, admission, fork, release."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.samples import each_of_batch, now, stats
+from pagoda.layout import FullAttention, Layout, WindowAttention
+from pagoda.manager import Manager
+
+Row = dict[str, Any]
+Int32 = npt.NDArray[np.int32]
+
+PAGE = 16
+WINDOW = 1_024
+WINDOWS = (0, 5)  # window groups beside the full one
+BATCHES = (1, 4, 16, 64, 256, 1_024, 4_096)
+LENGTHS = (1_024, 10_240, 102_400, 1_024_000)
+CHUNK = 2_048
+NEW = 500  # tokens of a prompt behind its hit
+RUNNING = 16  # requests of the figure against length
+SAMPLES = 40
+REPEATS = 4  # fresh managers; the least of each statistic is kept
+
+FIGURES = {
+    "batch": "a decode step against requests, contexts of 1,000 tokens; best median / p99 of all",
+    "length": f"against context: a step of {RUNNING} requests, one request's chunk, admission, fork, release",
+}
+
+
+def run() -> None:
+    from bench.measure import save, table
+
+    figures: dict[str, Callable[[], list[Row]]] = {"batch": by_batch, "length": by_length}
+    rows: list[Row] = []
+    for name, title in FIGURES.items():
+        # In turn, so that a noisy minute hits all of them.
+        tries = [figures[name]() for _ in range(REPEATS)]
+        part = [_best(same) for same in zip(*tries, strict=True)]
+        table(title, [_shown(row) for row in part])
+        rows += [{"figure": name, **row} for row in part]
+        save("manager", rows)  # what is measured already is kept if this is interrupted
+    table("goals", goals(rows))
+
+
+def goals(rows: list[Row]) -> list[Row]:
+    """What we set out to reach, and whether we did."""
+    found = []
+    for row in rows:
+        if row["figure"] == "batch" and row["groups"] == 1 and row["requests"] == 256:
+            us = row["step, µs"]["best_us"]
+            met = "met" if us <= 30 else "missed"
+            found.append({"goal": "256 requests by one token, µs", "measured": us, "at most": 30.0, "": met})
+    return found
+
+
+def by_batch(batches: tuple[int, ...] = BATCHES) -> list[Row]:
+    found = []
+    for windows in WINDOWS:
+        for batch in batches:
+            manager, rows = running(batch, 1_000, windows)
+            found.append({"groups": windows + 1, "requests": batch, "step, µs": step_cost(manager, rows)})
+    return found
+
+
+def by_length(lengths: tuple[int, ...] = LENGTHS) -> list[Row]:
+    return [measured(length, windows) for windows in WINDOWS for length in lengths]
+
+
+def measured(length: int, windows: int) -> Row:
+    manager, rows = running(RUNNING, length, windows, own_length=False)
+    row: Row = {"groups": windows + 1, "tokens": length}
+    row["admit, µs"], row["release, µs"] = admission_cost(manager, rows)
+    row["fork, µs"] = fork_cost(manager, int(rows[0]))
+    row[f"step of {RUNNING}, µs"] = step_cost(manager, rows)
+    row[f"chunk of {CHUNK:,}, µs"] = chunk_cost(manager, rows)
+    return row
+
+
+def running(
+    batch: int, length: int, windows: int, *, own_length: bool = True
+) -> tuple[Manager, npt.NDArray[np.int32]]:
+    """A manager and its running rows, of random tokens.
+
+    `own_length`: up to a page longer, so that pages do not all fill in the same step.
+    """
+    layers: list[Any] = [FullAttention(kv_heads=8, k_dim=128, v_dim=128)]
+    for i in range(windows):  # different sizes, because layers that are alike share a group
+        layers.append(WindowAttention(kv_heads=8, k_dim=128, v_dim=128 + i, window=WINDOW))
+    layout = Layout(layers, PAGE)
+    longest = length + (SAMPLES + 2) * PAGE + CHUNK * 4
+    # Every row at its longest, a prompt that is admitted, and forks.
+    pages = (batch + 2) * -(-longest // PAGE)
+    capacity = {group.name: pages for group in layout.groups}
+    manager = Manager(layout, capacity, num_rows=batch + 4, max_tokens=longest)
+    more = np.random.default_rng(3).integers(PAGE, size=batch) * own_length
+    rows = []
+    for tokens in prompts_of(length + more):
+        row = manager.admit(tokens).row
+        manager.commit(row, tokens, len(tokens))
+        rows.append(row)
+    manager.pass_fence(manager.take_delta().step)
+    gc.collect()
+    return manager, np.array(rows, np.int32)
+
+
+def prompts_of(lengths: npt.NDArray[np.int64]) -> Iterator[Int32]:
+    """The prompts of running rows, one after the other: the same whenever they are asked for."""
+    rng = np.random.default_rng(0)
+    for length in lengths.tolist():
+        yield random_tokens(rng, length)
+
+
+def random_tokens(rng: np.random.Generator, *shape: int) -> Int32:
+    return rng.integers(0, 2**31 - 1, shape, dtype=np.int32)
+
+
+def step_cost(manager: Manager, rows: Int32) -> dict[str, Any]:
+    """A step: one token each. A page's worth of steps at a time, so that all samples do the same work."""
+    sampled = random_tokens(np.random.default_rng(1), PAGE, len(rows))
+    samples = []
+    for _ in range(SAMPLES):
+        begin = now()
+        for tokens in sampled:
+            manager.reserve(rows)
+            delta = manager.take_delta()
+            manager.commit(rows, tokens)
+            manager.pass_fence(delta.step)
+        samples.append(each_of_batch(now() - begin, PAGE))
+    return stats(samples)
+
+
+def chunk_cost(manager: Manager, rows: Int32) -> dict[str, Any]:
+    """A chunk of a prefill, of one request."""
+    rng = np.random.default_rng(2)
+    samples = []
+    for row in rows.tolist() * 3:
+        tokens = random_tokens(rng, CHUNK)
+        begin = now()
+        manager.reserve(row, CHUNK)
+        delta = manager.take_delta()
+        manager.commit(row, tokens, CHUNK)
+        manager.pass_fence(delta.step)
+        samples.append(now() - begin)
+    return stats(samples)
+
+
+def admission_cost(manager: Manager, rows: Int32) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A prompt whose beginning is what a running row has; then its end, until its fence has passed."""
+    length = int(manager.committed(rows[:1])[0])
+    rng = np.random.default_rng(4)
+    admissions, releases = [], []
+    for _ in range(3):
+        for prompt in prompts_of(np.full(len(rows), length)):
+            tokens = np.concatenate((prompt, random_tokens(rng, NEW)))
+            begin = now()
+            admitted = manager.admit(tokens)
+            middle = now()
+            manager.release(admitted.row)
+            end = now()
+            assert admitted.hit == length, (admitted.hit, length)
+            step = manager.take_delta().step
+            fence = now()
+            manager.pass_fence(step)
+            releases.append(end - middle + now() - fence)
+            admissions.append(middle - begin)
+    return stats(admissions), stats(releases)
+
+
+def fork_cost(manager: Manager, row: int) -> dict[str, Any]:
+    """One continuation, which is released again."""
+    samples = []
+    for _ in range(SAMPLES):
+        begin = now()
+        child = manager.fork(row)
+        samples.append(now() - begin)
+        manager.release(child)
+        manager.pass_fence(manager.take_delta().step)
+    return stats(samples)
+
+
+def _best(tries: Sequence[Row]) -> Row:
+    """The least of each statistic."""
+    return {
+        key: {stat: min(row[key][stat] for row in tries) for stat in value}
+        if isinstance(value, dict)
+        else value
+        for key, value in tries[0].items()
+    }
+
+
+def _shown(row: Row) -> Row:
+    """The best median and the 99th percentile in one cell; of a step, what it comes to for a request."""
+    shown: Row = {
+        key: f"{value['best_us']:,.2f} / {value['p99_us']:,.2f}" if isinstance(value, dict) else value
+        for key, value in row.items()
+    }
+    if "requests" in row:
+        shown["ns a request"] = row["step, µs"]["best_us"] * 1_000 / row["requests"]
+    return shown

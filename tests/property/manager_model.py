@@ -1,0 +1,393 @@
+"""What docs/manager.md promises, in plain Python. In: the calls a manager gets; out: what it must answer.
+
+`Contents` names what a token's keys and values are: a number for each (namespace, extra keys, tokens so far).
+`Model` has rows, leases and cached pages as lists and dicts. Where no group has a window it knows every hit,
+every eviction and every count exactly; where one has, it knows what a hit may and must at least be.
+`Device` is the other side: tables and pages as a rank has them, moved by deltas alone.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Ranges = list[tuple[int, int, bytes]]
+
+
+class Contents:
+    """Numbers for prefixes: equal if and only if namespace, extra keys and all tokens are. 0 is nothing's."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[object, int] = {}
+        self.drops: dict[bytes, int] = {}  # a namespace that was dropped is another one afterwards
+
+    def of(self, space: bytes, ranges: Ranges, tokens: Iterable[int], drops: int | None = None) -> list[int]:
+        at, found = self.number((space, self.drops.get(space, 0) if drops is None else drops)), []
+        for position, token in enumerate(tokens):
+            key = next(((k, b) for b, e, k in ranges if b <= position < e), None)
+            at = self.number((at, token, key))
+            found.append(at)
+        return found
+
+    def number(self, of: object) -> int:
+        return self.numbers.setdefault(of, len(self.numbers) + 1)
+
+
+@dataclass(frozen=True)
+class GroupModel:
+    name: str
+    page_tokens: int
+    window: int | None
+    total: int
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_tokens)
+
+    def first_read(self, committed: int) -> int:
+        """The first position that a query at `committed` reads."""
+        return 0 if self.window is None else max(0, committed - self.window + 1)
+
+
+@dataclass
+class RowModel:
+    """A running request. `known` are its tokens as far as drawn, `steps` in which step each was computed."""
+
+    space: bytes
+    ranges: Ranges
+    prompt: list[int]
+    known: list[int]
+    reserved: int
+    committed: int
+    path: list[int]  # cached pages that its lease covers, by their contents
+    ends: list[int]  # a group: pages it has in its table
+    steps: list[int]
+    drops: int  # of its namespace, before it came
+    num_duplicates: int = 0
+    is_bad: bool = False  # reads pages that were invalidated
+
+    @property
+    def computed(self) -> int:
+        return len(self.steps)
+
+
+@dataclass
+class CachedPage:
+    depth: int
+    num_leases: int = 0
+    used: int = 0
+
+
+@dataclass
+class Waiting:
+    fence: int
+    path: list[int]
+    own: list[int]
+
+
+@dataclass
+class Model:
+    groups: list[GroupModel]
+    num_rows: int
+    max_tokens: int
+    watermark: int
+    resume_step: int
+    contents: Contents = field(default_factory=Contents)
+    rows: dict[int, RowModel] = field(default_factory=dict)
+    cached: dict[int, CachedPage] = field(default_factory=dict)
+    waiting: list[Waiting] = field(default_factory=list)
+    step: int = 1
+    clock: int = 0
+    admitted: int = 0
+    admitted_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_pages: int = 0
+    is_blurred: bool = False  # something was dropped or invalidated: what is left of it is not modelled
+
+    @property
+    def is_exact(self) -> bool:
+        return not self.is_blurred and all(group.window is None for group in self.groups)
+
+    def values(self, row: RowModel, end: int) -> list[int]:
+        """The contents of a row's first tokens."""
+        return self.contents.of(row.space, row.ranges, row.known[:end], row.drops)
+
+    def columns(self, g: int) -> int:
+        return self.resume_step // self.groups[g].page_tokens
+
+    # Counting
+
+    def own(self, row: RowModel, g: int) -> int:
+        return row.ends[g] - (len(row.path) - row.num_duplicates) * self.columns(g)
+
+    def counts(self, g: int) -> tuple[int, int, int, int, int]:
+        """Pages of a group: free, evictable, leased, running, waiting."""
+        n = self.columns(g)
+        leased = sum(page.num_leases > 0 for page in self.cached.values()) * n
+        evictable = len(self.cached) * n - leased
+        running = sum(self.own(row, g) for row in self.rows.values())
+        waiting = sum(it.own[g] for it in self.waiting)
+        return (
+            self.groups[g].total - evictable - leased - running - waiting,
+            evictable,
+            leased,
+            running,
+            waiting,
+        )
+
+    def free_rows(self) -> int:
+        return self.num_rows - len(self.rows) - len(self.waiting)
+
+    def has_room(self, needed: list[int], spare: int, locked: int = 0) -> bool:
+        for g, n in enumerate(needed):
+            free, evictable, *_ = self.counts(g)
+            if n > 0 and n + spare > free + evictable - locked * self.columns(g):
+                return False
+        return True
+
+    def make_room(self, needed: list[int]) -> None:
+        for g, n in enumerate(needed):
+            while self.counts(g)[0] < n:
+                self.evict_one()
+
+    def evict_one(self) -> None:
+        """The page used longest ago, of one use the deepest."""
+        loose = [(page.used, -page.depth, key) for key, page in self.cached.items() if page.num_leases == 0]
+        del self.cached[min(loose)[2]]
+        self.evicted_pages += sum(self.columns(g) for g in range(len(self.groups)))
+
+    # Requests
+
+    def page_keys(self, space: bytes, ranges: Ranges, tokens: list[int]) -> list[int]:
+        """The contents of the last token of each whole page."""
+        return self.contents.of(space, ranges, tokens)[self.resume_step - 1 :: self.resume_step]
+
+    def hit_path(self, space: bytes, ranges: Ranges, tokens: list[int]) -> list[int]:
+        path = []
+        for key in self.page_keys(space, ranges, tokens[:-1]):
+            if key not in self.cached:
+                break
+            path.append(key)
+        return path
+
+    def admission(self, path: list[int], target: int) -> tuple[list[int], int]:
+        """Pages that an admission needs, and cached ones that its hit would lock."""
+        hit = len(path) * self.resume_step
+        needed = [group.pages_for(target) - hit // group.page_tokens for group in self.groups]
+        return needed, sum(self.cached[key].num_leases == 0 for key in path)
+
+    def can_admit(self, space: bytes, ranges: Ranges, tokens: list[int], reserve: int | None) -> bool:
+        path = self.hit_path(space, ranges, tokens)
+        hit = len(path) * self.resume_step
+        needed, locked = self.admission(path, len(tokens) if reserve is None else hit + reserve)
+        return self.free_rows() > 0 and self.has_room(needed, self.watermark, locked)
+
+    def admit(
+        self, number: int, space: bytes, ranges: Ranges, tokens: list[int], hit: int, reserved: int
+    ) -> RowModel:
+        """`hit` is what the manager said: with windows the model takes its word."""
+        assert number not in self.rows
+        path = self.page_keys(space, ranges, tokens)[: hit // self.resume_step]
+        if self.is_exact:
+            needed, _ = self.admission(path, reserved)
+            self.lease(path)
+            self.make_room(needed)
+        ends = [group.pages_for(reserved) for group in self.groups]
+        row = RowModel(
+            space,
+            ranges,
+            tokens,
+            list(tokens),
+            reserved,
+            hit,
+            path,
+            ends,
+            [0] * hit,
+            self.contents.drops.get(space, 0),
+        )
+        self.rows[number] = row
+        self.admitted += 1
+        self.admitted_tokens += len(tokens)
+        self.hit_tokens += hit
+        return row
+
+    def lease(self, path: list[int]) -> None:
+        for key in path:
+            self.cached[key].num_leases += 1
+
+    def needed_for(self, numbers: list[int], counts: list[int]) -> list[int]:
+        needed = [0] * len(self.groups)
+        for number, n in zip(numbers, counts, strict=True):
+            row = self.rows[number]
+            for g, group in enumerate(self.groups):
+                needed[g] += max(0, group.pages_for(row.reserved + n) - row.ends[g])
+        return needed
+
+    def can_reserve(self, numbers: list[int], counts: list[int]) -> int:
+        for i, (number, n) in enumerate(zip(numbers, counts, strict=True)):
+            if self.rows[number].reserved + n > self.max_tokens:
+                return i
+            if not self.has_room(self.needed_for(numbers[: i + 1], counts[: i + 1]), 0):
+                return i
+        return len(numbers)
+
+    def reserve(self, numbers: list[int], counts: list[int]) -> None:
+        if self.is_exact:
+            self.make_room(self.needed_for(numbers, counts))
+        for number, n in zip(numbers, counts, strict=True):
+            row = self.rows[number]
+            row.reserved += n
+            row.ends = [
+                max(end, group.pages_for(row.reserved))
+                for end, group in zip(row.ends, self.groups, strict=True)
+            ]
+
+    def commit(self, number: int, n: int) -> list[int]:
+        """The tokens to say."""
+        row = self.rows[number]
+        tokens = row.known[row.committed : row.committed + n]
+        row.committed += n
+        keys = self.values(row, row.committed)[self.resume_step - 1 :: self.resume_step]
+        for depth in range(len(row.path), len(keys)):
+            key = keys[depth]
+            if self.is_exact:
+                row.num_duplicates += key in self.cached
+                self.cached.setdefault(key, CachedPage(depth)).num_leases += 1
+            row.path.append(key)
+        return tokens
+
+    def rollback(self, number: int, n: int) -> None:
+        row = self.rows[number]
+        row.reserved -= n
+        del row.steps[row.reserved :]
+        del row.known[max(len(row.prompt), row.reserved) :]
+
+    def release(self, number: int) -> None:
+        row = self.rows.pop(number)
+        own = [self.own(row, g) for g in range(len(self.groups))]
+        self.waiting.append(Waiting(self.step, row.path, own))
+
+    def fork(self, number: int, children: list[int]) -> None:
+        parent = self.rows[number]
+        n, stored = len(children), len(parent.path)
+        if self.is_exact:
+            self.make_room(self.fork_needs(number, n))
+        for child in children:
+            assert child not in self.rows
+            ends = [group.pages_for(parent.committed) for group in self.groups]
+            known = parent.known[: max(parent.committed, len(parent.prompt))]
+            path = parent.path[:stored]
+            if self.is_exact:
+                self.lease(path)
+            self.rows[child] = RowModel(
+                parent.space,
+                parent.ranges,
+                parent.prompt,
+                known,
+                parent.committed,
+                parent.committed,
+                path,
+                ends,
+                parent.steps[: parent.committed],
+                parent.drops,
+            )
+
+    def fork_needs(self, number: int, n: int) -> list[int]:
+        parent = self.rows[number]
+        return [
+            n * (group.pages_for(parent.committed) - len(parent.path) * self.columns(g))
+            for g, group in enumerate(self.groups)
+        ]
+
+    def can_fork(self, number: int, n: int) -> bool:
+        return self.free_rows() >= n and self.has_room(self.fork_needs(number, n), 0)
+
+    def pass_fence(self, fence: int) -> None:
+        while self.waiting and self.waiting[0].fence <= fence:
+            self.clock += 1
+            if not self.is_exact:
+                self.waiting.pop(0)
+                continue
+            for key in self.waiting.pop(0).path:
+                page = self.cached[key]
+                page.num_leases -= 1
+                page.used = self.clock if page.num_leases == 0 else page.used
+
+    # What others compute
+
+    def pending(self, space: bytes, ranges: Ranges, tokens: list[int], hit: int) -> tuple[set[int], int]:
+        """Rows that will have computed most beyond the hit, and how much; none and the hit if nobody does."""
+        mine = self.contents.of(space, ranges, tokens[:-1])
+        best, length = set(), hit
+        for number, row in self.rows.items():
+            theirs = self.contents.of(row.space, row.ranges, row.prompt[: row.reserved])
+            same = sum(a == b for a, b in zip(mine, theirs, strict=False))
+            same -= same % self.resume_step
+            if same > length:
+                best, length = {number}, same
+            elif same == length > hit:
+                best.add(number)
+        return best, length
+
+    def sure_hit(self, space: bytes, ranges: Ranges, tokens: list[int]) -> int:
+        """A hit that must be there at least: what a running row has committed, its windows still there."""
+        mine, best = self.contents.of(space, ranges, tokens[:-1]), 0
+        for row in [] if self.is_blurred else self.rows.values():
+            length = len(row.path) * self.resume_step
+            if length > len(mine) or length <= best or mine[length - 1] != row.path[-1]:
+                continue
+            # A page is given up if it ends at or before what a query at `committed` reads.
+            is_there = all(
+                length - group.first_read(length) == 0
+                or (group.first_read(length) // group.page_tokens + 1) * group.page_tokens
+                > group.first_read(row.committed)
+                for group in self.groups
+            )
+            best = length if is_there else best
+        return best
+
+
+class Device:
+    """Tables and pages of one rank. A page keeps what was written last, whoever has it."""
+
+    def __init__(self, groups: list[GroupModel], shapes: dict[str, tuple[int, int]]) -> None:
+        self.groups = groups
+        self.shapes = [shapes[group.name] for group in groups]
+        sizes = [rows * pages for rows, pages in self.shapes]
+        self.offsets = np.cumsum([0, *sizes]).tolist()
+        self.flat = np.zeros(self.offsets[-1], dtype=np.int32)
+        self.memory = [np.zeros((g.total + 1, g.page_tokens), dtype=np.int64) for g in groups]
+        self.in_flight: dict[int, list[set[int]]] = {}  # a step: pages of each group that it reads or writes
+
+    def table(self, g: int) -> np.ndarray:
+        return self.flat[self.offsets[g] : self.offsets[g + 1]].reshape(self.shapes[g])
+
+    def place(self, index: int) -> tuple[int, int, int]:
+        """Group, row and page of a place in the flat table."""
+        g = next(g for g in range(len(self.groups)) if index < self.offsets[g + 1])
+        row, page = divmod(index - self.offsets[g], self.shapes[g][1])
+        return g, row, page
+
+    def copy(self, g: int, sources: np.ndarray, targets: np.ndarray) -> None:
+        """All at once, as one launch does."""
+        self.memory[g][targets] = self.memory[g][sources].copy()
+
+    def write(self, row: int, begin: int, values: list[int]) -> None:
+        for g, group in enumerate(self.groups):
+            at = np.arange(begin, begin + len(values))
+            pages = self.table(g)[row, at // group.page_tokens]
+            assert (pages > 0).all(), "tokens are computed that have no place"
+            self.memory[g][pages, at % group.page_tokens] = values
+
+    def read(self, g: int, row: int, begin: int, end: int) -> list[int]:
+        at = np.arange(begin, end)
+        size = self.groups[g].page_tokens
+        found: list[int] = self.memory[g][self.table(g)[row, at // size], at % size].tolist()
+        return found
+
+    def pages(self, g: int, row: int, begin: int, end: int) -> set[int]:
+        """Pages that hold tokens begin … end - 1 of a row."""
+        if begin >= end:
+            return set()
+        size = self.groups[g].page_tokens
+        ids = self.table(g)[row, begin // size : -(-end // size)].tolist()
+        return set(ids)

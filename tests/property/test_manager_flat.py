@@ -1,0 +1,88 @@
+"""A manager that serves for a long time keeps its size. PAGODA_OPERATIONS=1000000 makes it a long time."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+
+from pagoda import FullAttention, Layout, WindowAttention
+from pagoda.manager import Manager
+
+OPERATIONS = int(os.environ.get("PAGODA_OPERATIONS", "150000"))
+FULL = FullAttention(kv_heads=1, k_dim=8, v_dim=8)
+WINDOW = WindowAttention(kv_heads=1, k_dim=8, v_dim=8, window=64)
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+class Engine:
+    """Requests come, grow by chunks and tokens, are rolled back, forked, cancelled, and go."""
+
+    def __init__(self, layout: Layout, pages: int, seed: int) -> None:
+        capacity = {group.name: pages for group in layout.groups}
+        self.manager = Manager(layout, capacity, num_rows=32, max_tokens=512)
+        self.choose = random.Random(seed)
+        self.systems = [self.some_tokens(96) for _ in range(6)]
+        self.rows: list[int] = []
+        self.num_calls = 0
+
+    def some_tokens(self, n: int) -> np.ndarray:
+        return np.array([self.choose.randrange(1000) for _ in range(n)], dtype=np.int32)
+
+    def step(self) -> None:
+        manager, choose = self.manager, self.choose
+        tokens = np.concatenate([choose.choice(self.systems), self.some_tokens(choose.randrange(1, 30))])
+        keys = [(3, 20, b"image %d" % choose.randrange(1000))] if choose.random() < 0.1 else ()
+        space = b"user %d" % choose.randrange(1000) if choose.random() < 0.1 else b""
+        if manager.can_admit(tokens, namespace=space, extra_keys=keys):
+            row, hit, *_ = manager.admit(tokens, namespace=space, extra_keys=keys)
+            for begin in range(hit, len(tokens), 16):  # whole pages, as far as there are any
+                part = tokens[begin : begin + 16]
+                manager.commit(row, part, [len(part)])
+            self.rows.append(row)
+            self.num_calls += 4
+        elif self.rows:
+            self.ends(choose.randrange(len(self.rows)))
+        for _ in range(6):
+            fit = manager.can_reserve(self.rows, 2)
+            if fit < len(self.rows):
+                self.ends(-1)
+                fit = manager.can_reserve(self.rows, 2)
+            some = self.rows[:fit]
+            manager.reserve(some, 2)
+            manager.rollback(some, 1)
+            manager.commit(some, np.ones(len(some), dtype=np.int32))
+            manager.take_delta()
+            manager.pass_fence(manager.step - 1)
+            self.num_calls += 6
+        if self.rows and choose.random() < 0.2 and len(self.rows) < 30:
+            row = choose.choice(self.rows)
+            before = manager.stats().groups
+            if all(group.free + group.evictable > 4 for group in before):
+                self.rows += manager.fork(row, 1).tolist()
+                self.num_calls += 2
+        if self.rows and choose.random() < 0.6:
+            self.ends(choose.randrange(len(self.rows)))
+
+    def ends(self, at: int) -> None:
+        self.manager.release(self.rows.pop(at))
+        self.manager.take_delta()
+        self.manager.pass_fence(self.manager.step - 1)
+        self.num_calls += 3
+
+
+@pytest.mark.parametrize("layers", [[FULL], [FULL, WINDOW]], ids=["full", "window"])
+def test_memory_stays_where_it_was(layers: list[FullAttention | WindowAttention]):
+    engine = Engine(Layout(layers, 16), 300, seed=7)
+    while engine.num_calls < OPERATIONS // 5:
+        engine.step()
+    before = resident_bytes()
+    while engine.num_calls < OPERATIONS:
+        engine.step()
+    engine.manager.check()
+    assert engine.manager.stats().evicted_pages > 1000
+    assert resident_bytes() - before < 3 << 20

@@ -1,0 +1,602 @@
+"""The manager against docs/manager.md: random requests, and what a device holds after each step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pagoda import FullAttention, LatentAttention, Layout, WindowAttention
+from pagoda.errors import ArgumentError, CapacityError, NotHeldError, OutOfRangeError, PagodaError
+from pagoda.layout import latent
+from pagoda.manager import Delta, Manager
+from property.manager_model import Device, GroupModel, Model, Ranges, RowModel
+
+RUNS = settings(max_examples=80, stateful_step_count=50, deadline=None)
+
+FULL = FullAttention(kv_heads=1, k_dim=8, v_dim=8)
+LATENT = LatentAttention(entry=latent(16, 8, "bfloat16"))
+
+
+def window(tokens: int) -> WindowAttention:
+    return WindowAttention(kv_heads=1, k_dim=8, v_dim=8, window=tokens)
+
+
+PLAIN = [
+    Layout([FULL], 1),
+    Layout([FULL], 4),
+    Layout([FULL], 16),
+    Layout([LATENT], 4),
+    Layout([FULL, LATENT], {"full": 4, "latent": 8}),
+    Layout([LATENT, FULL], {"full": 2, "latent": 6}),
+]
+WINDOWS = [
+    Layout([FULL, window(6)], 4),
+    Layout([FULL, window(1)], 2),
+    Layout([FULL, window(9)], {"full": 4, "window": 8}),
+    Layout([window(5), FULL], {"full": 8, "window": 4}),
+    Layout([window(3), window(10)], {"window": 2, "window-2": 4}),
+    Layout([FULL, window(4), window(13)], {"full": 4, "window": 4, "window-2": 2}),
+]
+MOST_PAGES = 5  # of the tree, in a prompt
+
+namespaces = st.sampled_from([b"", b"", b"", b"a"])
+one_key = st.tuples(st.integers(0, 12), st.integers(1, 8), st.sampled_from([b"k", b"l"]))
+extra_keys = st.just([]) | st.just([]) | st.lists(one_key, max_size=2)
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """One manager, its model, and a device that only sees deltas."""
+
+    layouts: Any = None
+
+    @initialize(data=st.data(), k=st.integers(0, 2), watermark=st.sampled_from([0, 0, 1, 3]))
+    def build(self, data: st.DataObject, k: int, watermark: int) -> None:
+        layout = data.draw(st.sampled_from(self.layouts))
+        step = int(np.lcm.reduce([group.page_tokens for group in layout.groups]))
+        self.k, num_rows = k, data.draw(st.integers(2, 6))
+        max_tokens = (MOST_PAGES + 3) * step + data.draw(st.integers(0, step - 1))
+        few = data.draw(st.integers(6, 24))  # in steps
+        capacity = {
+            group.name: few * step // group.page_tokens + data.draw(st.integers(0, 3))
+            for group in layout.groups
+        }
+        self.manager = Manager(
+            layout, capacity, num_rows=num_rows, max_tokens=max_tokens, watermark=watermark
+        )
+        assert self.manager.resume_step == step
+        groups = [GroupModel(g.name, g.page_tokens, g.window, capacity[g.name]) for g in layout.paged_groups]
+        self.model = Model(groups, num_rows, max_tokens, watermark, step)
+        self.device = Device(groups, self.manager.table_shapes)
+        self.size = step
+        self.past: list[tuple[list[int], Ranges]] = [([], [])]
+        self.shared: dict[
+            int, int
+        ] = {}  # rows whose table is not on the device: tokens before are no new pages
+        self.begun: dict[tuple[int, int], int] = {}  # (row, group): pages the device has
+        self.passed = 0
+        self.chunk = data.draw(st.sampled_from([1, 3, 8, 1000]))
+        self.expected: set[tuple[int, int, int]] = set()  # table writes that must be in the next delta
+        self.allowed: set[tuple[int, int, int]] = set()  # and that may be
+
+    # What calls are given
+
+    def sequence(self, data: st.DataObject) -> tuple[list[int], Ranges]:
+        """A prompt: most begin like an earlier one, or like what a row has known."""
+        past, ranges = data.draw(st.sampled_from(self.past))
+        keep = len(past) - data.draw(st.sampled_from([0, 0, 1, self.size, 2 * self.size]))
+        symbols = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=3))
+        rest = data.draw(st.integers(0, self.size - 1)) if self.size > 1 else 0
+        more = [symbol for symbol in symbols for _ in range(self.size)][rest:] or [0]
+        tokens = (past[: max(0, keep)] + more)[: MOST_PAGES * self.size]
+        if data.draw(st.integers(0, 3)) == 0:
+            ranges = self.ranges(data.draw(extra_keys))
+        self.past = [*self.past[-6:], (tokens, ranges)]
+        return tokens, ranges
+
+    def ranges(self, given: list[tuple[int, int, bytes]]) -> Ranges:
+        half, after, ranges = max(1, self.size // 2), 0, []
+        for begin, length, key in sorted(given):
+            if begin * half >= after:
+                after = (begin + length) * half
+                ranges.append((begin * half, after, key))
+        return ranges
+
+    def some_rows(self, data: st.DataObject) -> list[int]:
+        rows = sorted(self.model.rows)
+        return data.draw(st.lists(st.sampled_from(rows), unique=True, min_size=1, max_size=len(rows)))
+
+    def a_row(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.model.rows)))
+
+    def as_rows(self, data: st.DataObject, rows: list[int]) -> Any:
+        if len(rows) == 1 and data.draw(st.booleans()):
+            return rows[0]
+        dtype = data.draw(st.sampled_from([np.int32, np.int64, None]))
+        return rows if dtype is None else np.array(rows, dtype=dtype)
+
+    def fails(self, error: type[PagodaError], call: Callable[[], object], *words: str) -> None:
+        """It raises, says so, and nothing has changed: what the next delta must be is known anyway."""
+        before = (self.manager.stats(), self.manager.step)
+        with pytest.raises(error) as caught:
+            call()
+        assert (self.manager.stats(), self.manager.step) == before
+        for word in words:
+            assert word in str(caught.value)
+
+    # Requests
+
+    @rule(data=st.data(), space=namespaces, part=st.integers(0, 3))
+    def admit(self, data: st.DataObject, space: bytes, part: int) -> None:
+        tokens, ranges = self.sequence(data)
+        reserve = data.draw(st.integers(0, 2 * self.size)) if part == 0 else None
+        given = {"namespace": space, "extra_keys": ranges, "reserve": reserve}
+        model, manager = self.model, self.manager
+        found = manager.pending(tokens, namespace=space, extra_keys=ranges)
+        said = manager.can_admit(tokens, **given)
+        if model.is_exact:
+            assert said == model.can_admit(space, ranges, tokens, reserve)
+        if not said:
+            self.fails(CapacityError, lambda: manager.admit(tokens, **given))
+            return
+        sure = model.sure_hit(space, ranges, tokens)
+        exact = len(model.hit_path(space, ranges, tokens)) * self.size
+        expected = model.pending(space, ranges, tokens, exact) if model.is_exact else None
+        got = manager.admit(np.array(tokens, dtype=np.int32), **given)
+        assert got.hit % self.size == 0
+        assert sure <= got.hit < len(tokens)
+        assert got.reserved == (len(tokens) if reserve is None else got.hit + reserve)
+        assert got.cuts.tolist() == []
+        if expected is not None:
+            assert got.hit == exact
+            # Two requests with other extra keys may share tokens before them; nobody has to see that.
+            if found is not None:
+                assert (found.row in expected[0], found.length) == (True, expected[1])
+            elif expected[0]:
+                assert all(model.rows[number].ranges != ranges for number in expected[0])
+        elif found is not None:
+            assert found.length > got.hit
+            assert found.length < len(tokens)
+            self.is_to_come(found)
+        row = model.admit(got.row, space, ranges, tokens, got.hit, got.reserved)
+        self.expect(got.row, row, [0] * len(model.groups), got.hit)
+        if not model.is_exact or part != 0:
+            self.leaves_the_watermark(row, got)
+
+    def is_to_come(self, found: Any) -> None:
+        """Whoever waits for that row gets more than would hit now: it has not committed all of it."""
+        assert found.length > self.model.rows[found.row].committed
+
+    def leaves_the_watermark(self, row: RowModel, got: Any) -> None:
+        if got.reserved == got.hit:
+            return  # nothing was taken
+        for group in self.manager.stats().groups:
+            assert group.free + group.evictable >= self.model.watermark
+
+    def expect(self, number: int, row: RowModel, begins: list[int], committed: int) -> None:
+        """Table writes of a row that grew from `begins` on."""
+        for g, group in enumerate(self.model.groups):
+            first = group.first_read(committed) // group.page_tokens
+            for page in range(begins[g], row.ends[g]):
+                self.allowed.add((g, number, page))
+                if page >= first:
+                    self.expected.add((g, number, page))
+
+    @precondition(lambda self: self.model.rows)
+    @rule(data=st.data(), n=st.integers(0, 9))
+    def reserve(self, data: st.DataObject, n: int) -> None:
+        numbers = self.some_rows(data)
+        if data.draw(st.booleans()):
+            counts: Any = data.draw(
+                st.lists(st.integers(0, 2 * self.size), min_size=len(numbers), max_size=len(numbers))
+            )
+        else:
+            counts = n
+        each = [counts] * len(numbers) if isinstance(counts, int) else counts
+        self.reserves(self.as_rows(data, numbers), numbers, counts, each)
+
+    @precondition(lambda self: self.model.rows)
+    @rule()
+    def decode(self) -> None:
+        numbers = sorted(self.model.rows)
+        self.reserves(numbers, numbers, 1, [1] * len(numbers))
+
+    def reserves(self, rows: Any, numbers: list[int], counts: Any, each: list[int]) -> None:
+        model, manager = self.model, self.manager
+        fit = manager.can_reserve(rows, counts)
+        if model.is_exact:
+            assert fit == model.can_reserve(numbers, each)
+        if fit < len(numbers):
+            number = numbers[fit]
+            if any(model.rows[m].reserved + n > model.max_tokens for m, n in zip(numbers, each, strict=True)):
+                self.fails(ArgumentError, lambda: manager.reserve(rows, counts))
+            else:
+                self.fails(CapacityError, lambda: manager.reserve(rows, counts), "pages of group")
+                one = manager.can_reserve(numbers[: fit + 1], each[: fit + 1])
+                assert one == fit, number
+            numbers, each = numbers[:fit], each[:fit]
+            rows, counts = numbers, each
+        begins = {number: list(model.rows[number].ends) for number in numbers}
+        manager.reserve(rows, counts)
+        model.reserve(numbers, each)
+        for number in numbers:
+            row = model.rows[number]
+            assert manager.reserved(number).tolist() == [row.reserved]
+            self.expect(number, row, begins[number], 0)
+
+    def committable(self, row: RowModel) -> int:
+        """Tokens that were computed k steps ago or earlier."""
+        n = row.committed
+        while n < row.computed and row.steps[n] < self.model.step - self.k:
+            n += 1
+        return n - row.committed
+
+    @precondition(lambda self: any(self.committable(row) for row in self.model.rows.values()))
+    @rule(data=st.data(), is_all=st.integers(0, 2))
+    def commit(self, data: st.DataObject, is_all: int) -> None:
+        numbers = [number for number, row in sorted(self.model.rows.items()) if self.committable(row)]
+        if not is_all:
+            numbers = data.draw(st.lists(st.sampled_from(numbers), unique=True, min_size=1))
+        most = [self.committable(self.model.rows[number]) for number in numbers]
+        counts = most if is_all else [data.draw(st.integers(0, n)) for n in most]
+        tokens = [token for m, n in zip(numbers, counts, strict=True) for token in self.model.commit(m, n)]
+        rows = self.as_rows(data, numbers)
+        is_plain = counts == [1] * len(numbers) and data.draw(st.booleans())
+        self.manager.commit(rows, tokens, None if is_plain else np.array(counts))
+        for number in numbers:
+            row = self.model.rows[number]
+            assert self.manager.committed(number).tolist() == [row.committed]
+            if not self.model.is_blurred:
+                assert self.manager.stored(number).tolist() == [len(row.path) * self.size]
+
+    @precondition(lambda self: self.model.rows)
+    @rule(data=st.data())
+    def rollback(self, data: st.DataObject) -> None:
+        numbers = self.some_rows(data)
+        open_ = [self.model.rows[number].reserved - self.model.rows[number].committed for number in numbers]
+        counts = [data.draw(st.integers(0, n)) for n in open_]
+        before = self.manager.stats()
+        self.manager.rollback(self.as_rows(data, numbers), counts)
+        for number, n in zip(numbers, counts, strict=True):
+            self.model.rollback(number, n)
+        assert self.manager.stats() == before  # pages stay the row's
+
+    @precondition(lambda self: self.model.rows)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        numbers = self.some_rows(data)[:2]
+        self.ends(self.as_rows(data, numbers), numbers)
+
+    def ends(self, rows: Any, numbers: list[int]) -> None:
+        for number in numbers:
+            row = self.model.rows[number]
+            # A conversation goes on with what was said.
+            self.past = [*self.past[-6:], (row.known[: MOST_PAGES * self.size], row.ranges)]
+        self.manager.release(rows)
+        for number in numbers:
+            self.model.release(number)
+            self.expected = {it for it in self.expected if it[1] != number}
+
+    @precondition(lambda self: self.model.rows)
+    @rule(data=st.data(), n=st.integers(1, 3))
+    def fork(self, data: st.DataObject, n: int) -> None:
+        """Also of a row that was itself forked in this step."""
+        number = self.a_row(data)
+        model, before = self.model, self.manager.stats()
+        can = model.can_fork(number, n)
+        refusals = (CapacityError, ArgumentError) if model.is_blurred else CapacityError
+        try:
+            rows = self.manager.fork(number, n).tolist()
+        except refusals:
+            assert not (model.is_exact and can)
+            assert self.manager.stats() == before
+            return
+        assert can or not model.is_exact
+        assert len(set(rows)) == n
+        assert not model.rows[number].is_bad
+        model.fork(number, rows)
+        for child in rows:
+            row = model.rows[child]
+            self.expect(child, row, [0] * len(model.groups), row.committed)
+
+    # Steps
+
+    @rule(data=st.data())
+    def run_step(self, data: st.DataObject) -> None:
+        """Takes the delta and does on the device what a forward pass does."""
+        model, device = self.model, self.device
+        step = self.manager.step
+        assert step == model.step
+        delta = self.manager.take_delta()
+        assert delta.step == step
+        assert self.manager.step == step + 1
+        fresh = self.apply(delta)
+        touched: list[set[int]] = [set() for _ in model.groups]
+        for g, (sources, targets) in enumerate(delta.copies):
+            assert not set(sources.tolist()) & set(targets.tolist())
+            device.copy(g, sources, targets)
+            touched[g] |= {*sources.tolist(), *targets.tolist()}
+        for number, row in model.rows.items():
+            begin, end = row.computed, min(row.reserved, row.computed + self.chunk)
+            if end > len(row.known):
+                row.known += [data.draw(st.integers(0, 1)) for _ in range(end - len(row.known))]
+            for g, group in enumerate(model.groups):
+                touched[g] |= device.pages(g, number, group.first_read(row.committed), end)
+            if end > begin:
+                values = model.values(row, end)
+                device.write(number, begin, values[begin:])
+                row.steps += [step] * (end - begin)
+        for earlier in device.in_flight.values():
+            for g in range(len(model.groups)):
+                assert not fresh[g] & earlier[g], "a page was handed out that a step in flight may use"
+        device.in_flight[step] = touched
+        model.step += 1
+        self.looks_right()
+
+    def apply(self, delta: Delta) -> list[set[int]]:
+        """Writes the tables; out: pages of each group that were handed out anew."""
+        model, device = self.model, self.device
+        places = [device.place(index) for index in delta.index.tolist()]
+        assert len(set(places)) == len(places)
+        gone = {it for it in places if it[1] not in model.rows}
+        assert self.expected <= set(places) <= self.allowed | gone
+        self.expected, self.allowed = set(), set()
+        device.flat[delta.index] = delta.page_ids
+        fresh: list[set[int]] = [set() for _ in model.groups]
+        for (g, number, page), id in zip(places, delta.page_ids.tolist(), strict=True):
+            assert 1 <= id <= model.groups[g].total
+            row = model.rows.get(number)
+            if row is not None and page * model.groups[g].page_tokens >= row.committed:
+                fresh[g].add(id)
+        return fresh
+
+    def looks_right(self) -> None:
+        model, device = self.model, self.device
+        for g, group in enumerate(model.groups):
+            writable: dict[int, int] = {}
+            for number, row in model.rows.items():
+                table = device.table(g)[number]
+                for id in table[row.committed // group.page_tokens : row.ends[g]].tolist():
+                    assert id > 0, "a place has no page"
+                    assert id not in writable, "two rows may write to one page"
+                    writable[id] = number
+            for number, row in model.rows.items():
+                begin = group.first_read(row.committed)
+                if not row.is_bad:
+                    assert (
+                        device.read(g, number, begin, row.computed) == model.values(row, row.computed)[begin:]
+                    )
+                for id in device.pages(g, number, begin, row.committed):
+                    assert writable.get(id, number) == number, "a row may write to what another reads"
+
+    @precondition(lambda self: self.passed < self.model.step - 1 - self.k)
+    @rule(data=st.data())
+    def pass_fence(self, data: st.DataObject) -> None:
+        last = self.model.step - 1 - self.k
+        self.passed = data.draw(st.integers(self.passed + 1, last))
+        self.passes(self.passed)
+
+    def passes(self, fence: int) -> None:
+        self.manager.pass_fence(fence)
+        self.model.pass_fence(fence)
+        for step in [it for it in self.device.in_flight if it <= fence]:
+            del self.device.in_flight[step]
+
+    @rule(data=st.data(), n=st.integers(1, 4))
+    def cycle(self, data: st.DataObject, n: int) -> None:
+        """What an engine does: step after step, results k steps late."""
+        for _ in range(n):
+            self.run_step(data)
+            self.commits_all()
+            if self.passed < self.model.step - 1 - self.k:
+                self.passed = self.model.step - 1 - self.k
+                self.passes(self.passed)
+
+    def commits_all(self) -> None:
+        counts = {number: self.committable(row) for number, row in self.model.rows.items()}
+        counts = {number: n for number, n in counts.items() if n}
+        tokens = [token for number, n in counts.items() for token in self.model.commit(number, n)]
+        self.manager.commit(list(counts), tokens, list(counts.values()))
+
+    @rule(data=st.data(), space=namespaces, n=st.integers(0, 5), is_released=st.booleans())
+    def serve(self, data: st.DataObject, space: bytes, n: int, is_released: bool) -> None:
+        """A request from prompt to answer, while the others run on."""
+        before = set(self.model.rows)
+        self.admit(data, space, 1)
+        for number in set(self.model.rows) - before:
+            row = self.model.rows[number]
+            for _ in range(40):
+                if row.committed >= len(row.prompt):
+                    break
+                self.cycle(data, 1)
+                self.holds()
+            for _ in range(n):
+                self.reserves(number, [number], 1, [1])
+                self.cycle(data, 1)
+            if is_released:
+                self.ends(number, [number])
+
+    @precondition(lambda self: self.model.rows)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        number = self.a_row(data)
+        self.ends(number, [number])
+        self.cycle(data, self.k + 1)
+
+    @precondition(lambda self: self.model.step > 3)
+    @rule(space=namespaces, is_meant=st.integers(0, 3))
+    def drop(self, space: bytes, is_meant: int) -> None:
+        """Nothing of it is found any more: whoever comes later reads other contents."""
+        if is_meant:
+            return
+        self.manager.drop(space)
+        drops = self.model.contents.drops
+        drops[space] = drops.get(space, 0) + 1
+        self.model.is_blurred = True
+
+    @precondition(lambda self: self.model.step > 3)
+    @rule(data=st.data(), is_meant=st.integers(0, 3))
+    def invalidate(self, data: st.DataObject, is_meant: int) -> None:
+        """Pages hold rubbish: whoever reads them is named, and nobody finds them."""
+        if is_meant:
+            return
+        self.run_step(data)  # so that the device has all tables
+        model, device = self.model, self.device
+        g = data.draw(st.integers(0, len(model.groups) - 1))
+        group = model.groups[g]
+        bad = data.draw(st.sets(st.integers(1, group.total), min_size=1, max_size=3))
+        named = self.manager.invalidate(group.name, sorted(bad)).tolist()
+        for number, row in model.rows.items():
+            begin = group.first_read(row.committed) // group.page_tokens
+            ids = device.table(g)[number, : row.ends[g]].tolist()
+            if bad & set(ids[begin:]):
+                assert number in named
+                row.is_bad = True
+            else:
+                assert number not in named or bad & set(ids)
+        device.memory[g][sorted(bad)] = -1
+        model.is_blurred = True
+
+    @precondition(lambda self: self.model.step > 6)
+    @rule(is_meant=st.integers(0, 4))
+    def reset(self, is_meant: int) -> None:
+        """As if it were new; a page keeps what it held."""
+        if is_meant:
+            return
+        model = self.model
+        self.manager.reset()
+        fresh = Model(model.groups, model.num_rows, model.max_tokens, model.watermark, model.resume_step)
+        fresh.contents = model.contents
+        for space in (b"", b"a"):
+            fresh.contents.drops[space] = fresh.contents.drops.get(space, 0) + 1
+        self.model, self.passed = fresh, 0
+        self.expected, self.allowed = set(), set()
+        self.device.in_flight.clear()
+        self.device.flat[:] = 0
+
+    # What must raise
+
+    @rule(data=st.data(), which=st.integers(0, 7))
+    def misuse(self, data: st.DataObject, which: int) -> None:
+        manager, model = self.manager, self.model
+        free = [row for row in range(1, model.num_rows + 1) if row not in model.rows]
+        number = next(iter(model.rows), None)
+        if which == 0 and free:
+            row = data.draw(st.sampled_from(free))
+            for call in (manager.release, manager.reserve, manager.fork, manager.can_reserve):
+                self.fails(NotHeldError, lambda call=call, row=row: call(row))
+        elif which == 1:
+            for row in (0, -1, model.num_rows + 1):
+                self.fails(OutOfRangeError, lambda row=row: manager.release([row]))
+        elif which == 2:
+            self.fails(ArgumentError, lambda: manager.pass_fence(manager.step))
+        elif which == 3:
+            many = [0] * (model.max_tokens + 1)
+            self.fails(ArgumentError, lambda: manager.admit(many))
+            self.fails(ArgumentError, lambda: manager.can_admit([]))
+        elif number is not None:
+            row = model.rows[number]
+            open_ = row.reserved - row.committed
+            if which == 4:
+                self.fails(ArgumentError, lambda: manager.rollback(number, open_ + 1))
+                self.fails(ArgumentError, lambda: manager.commit(number, [0] * (open_ + 1), [open_ + 1]))
+            elif which == 5:
+                more = model.max_tokens - row.reserved + 1
+                assert manager.can_reserve(number, more) == 0
+                self.fails(ArgumentError, lambda: manager.reserve(number, more))
+            elif which == 6 and open_:
+                self.fails(OutOfRangeError, lambda: manager.commit(number, [-1]))
+                self.fails(ArgumentError, lambda: manager.commit(number, [0, 0]))
+            elif which == 7 and len(model.rows) > 1:
+                # The second is wrong: the first keeps what it had.
+                other = list(model.rows)[1]
+                too_many = model.rows[other].reserved - model.rows[other].committed + 1
+                self.fails(ArgumentError, lambda: manager.rollback([number, other], [open_, too_many]))
+                self.fails(PagodaError, lambda: manager.release([number, number]))
+                self.fails(PagodaError, lambda: manager.release([number, 0]))
+
+    # Always
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        manager, model = self.manager, self.model
+        manager.check()
+        stats = manager.stats()
+        assert stats.rows == len(model.rows)
+        assert stats.waiting_rows == len(model.waiting)
+        assert stats.num_rows == model.num_rows
+        assert (stats.admitted, stats.admitted_tokens) == (model.admitted, model.admitted_tokens)
+        assert stats.hit_tokens == model.hit_tokens
+        for g, group in enumerate(stats.groups):
+            assert sum(group[2:]) == group.total
+            if model.is_exact:
+                assert group[2:] == model.counts(g)
+        if model.is_exact:
+            assert stats.evicted_pages == model.evicted_pages
+            assert stats.cached_tokens == len(model.cached) * self.size
+        for number, row in model.rows.items():
+            assert manager.reserved([number]).tolist() == [row.reserved]
+            assert manager.committed([number]).tolist() == [row.committed]
+
+    def teardown(self) -> None:
+        """All ends; nothing was lost; and all of it can be had again."""
+        if not hasattr(self, "manager"):
+            return
+        manager, model = self.manager, self.model
+        rows = sorted(model.rows)
+        if manager.stats().rows != len(rows):
+            return  # a call failed in the middle, and that is told
+        manager.release(rows)
+        for number in rows:
+            model.release(number)
+        self.expected = set()
+        manager.take_delta()
+        self.passes(model.step)
+        model.step += 1
+        self.holds()
+        for group in manager.stats().groups:
+            assert group.free + group.evictable == group.total
+        # Rows that nobody has seen before take all there is of the group that is the first to run out.
+        taken = []
+        for number in range(model.num_rows):
+            if not manager.can_admit([0], namespace=b"last"):
+                break
+            row = manager.admit([0], namespace=b"last").row
+            taken.append(row)
+            while manager.reserved(row)[0] < model.max_tokens and manager.can_reserve(row) == 1:
+                manager.reserve(row)
+            assert number < model.num_rows
+        stats = manager.stats()
+        manager.check()
+        for group in stats.groups:
+            assert group.free + group.evictable + group.running == group.total
+        full = [g for g in stats.groups if self.model.groups[0].window is None]
+        manager.release(taken)
+        manager.take_delta()
+        manager.pass_fence(manager.step - 1)
+        manager.check()
+        if full and full[0].running == full[0].total:
+            assert all(group.free == group.total for group in manager.stats().groups)
+
+
+class PlainManager(ManagerMachine):
+    """Groups that keep every token: hits, evictions and counts are known exactly."""
+
+    layouts = PLAIN
+
+
+class WindowManager(ManagerMachine):
+    """Windows: what a query reads is there, and what it may not read is given up."""
+
+    layouts = WINDOWS
+
+
+TestPlainManager = PlainManager.TestCase
+TestPlainManager.settings = RUNS
+TestWindowManager = WindowManager.TestCase
+TestWindowManager.settings = RUNS

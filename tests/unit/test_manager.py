@@ -1,0 +1,710 @@
+"""What a manager does, call by call, on examples small enough to count by hand."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from pagoda import FullAttention, GatedDelta, LatentAttention, Layout, WindowAttention
+from pagoda.errors import (
+    AlreadyHeldError,
+    ArgumentError,
+    CapacityError,
+    ConfigError,
+    NotHeldError,
+    OutOfRangeError,
+)
+from pagoda.layout import latent
+from pagoda.manager import Admitted, Delta, GroupStats, Manager, Pending
+from pagoda.tree import Removed, Stored
+
+FULL = FullAttention(kv_heads=1, k_dim=8, v_dim=8)
+LATENT = LatentAttention(entry=latent(16, 8, "bfloat16"))
+
+
+def window(tokens: int) -> WindowAttention:
+    return WindowAttention(kv_heads=1, k_dim=8, v_dim=8, window=tokens)
+
+
+def make(*layers: object, page_tokens: object = 4, pages: int = 20, **given: int) -> Manager:
+    layout = Layout(list(layers) or [FULL], page_tokens)
+    capacity = {group.name: pages for group in layout.groups}
+    return Manager(layout, capacity, **({"num_rows": 6, "max_tokens": 64} | given))
+
+
+def tokens(n: int, begin: int = 0) -> list[int]:
+    return list(range(begin, begin + n))
+
+
+def compute(manager: Manager, row: int, given: list[int], begin: int = 0) -> None:
+    """Commits token by token what is given from `begin` on."""
+    for token in given[begin:]:
+        manager.commit(row, [token])
+
+
+def end_step(manager: Manager) -> Delta:
+    delta = manager.take_delta()
+    manager.pass_fence(delta.step)
+    return delta
+
+
+def cache(manager: Manager, given: list[int], **more: object) -> None:
+    """Leaves tokens in the tree, and nothing else."""
+    got = manager.admit(given, **more)
+    compute(manager, got.row, given, got.hit)
+    manager.release(got.row)
+    end_step(manager)
+
+
+def group(manager: Manager, name: str = "full") -> GroupStats:
+    return next(it for it in manager.stats().groups if it.name == name)
+
+
+class Tables:
+    """The flat table as a device has it."""
+
+    def __init__(self, manager: Manager) -> None:
+        self.shapes = manager.table_shapes
+        self.flat = np.zeros(sum(rows * pages for rows, pages in self.shapes.values()), dtype=np.int32)
+
+    def apply(self, delta: Delta) -> Delta:
+        self.flat[delta.index] = delta.page_ids
+        return delta
+
+    def row(self, row: int, name: str = "full") -> list[int]:
+        at = 0
+        for other, (rows, pages) in self.shapes.items():
+            if other == name:
+                found: list[int] = self.flat[at + row * pages : at + (row + 1) * pages].tolist()
+                return found
+            at += rows * pages
+        raise AssertionError(name)
+
+
+# Building
+
+
+def test_what_a_manager_says_about_itself():
+    manager = make(FULL, LATENT, page_tokens={"full": 4, "latent": 6}, num_rows=3, max_tokens=30)
+    assert (manager.num_rows, manager.max_tokens, manager.step, manager.num_groups) == (3, 30, 1, 2)
+    assert manager.resume_step == 12
+    assert manager.table_shapes == {"full": (4, 8), "latent": (4, 5)}
+    assert "0 of 3 rows" in repr(manager)
+    manager.check()
+
+
+def test_states_and_sinks_are_refused():
+    state = GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=16, kernel=4)
+    with pytest.raises(ConfigError, match="states"):
+        Manager(Layout([FULL, state]), {"full": 4, "states": 4}, num_rows=1, max_tokens=8)
+    sinks = WindowAttention(kv_heads=1, k_dim=8, v_dim=8, window=8, sink_tokens=4)
+    layout = Layout([sinks])
+    with pytest.raises(ConfigError, match="sinks"):
+        Manager(layout, {it.name: 4 for it in layout.groups}, num_rows=1, max_tokens=8)
+
+
+# Admission
+
+
+def test_the_first_request_hits_nothing_and_the_second_what_the_first_has_committed():
+    manager = make()
+    first = manager.admit(tokens(10))
+    assert (first.row, first.hit, first.reserved, first.cuts.tolist()) == (1, 0, 10, [])
+    assert isinstance(first, Admitted)
+    assert group(manager)[2:] == (17, 0, 0, 3, 0)
+    assert manager.admit(tokens(10)).hit == 0  # reserved is not computed
+    manager.commit(first.row, tokens(9), [9])
+    second = manager.admit(tokens(10))
+    assert second.hit == 8
+    assert manager.pages(second.row, "full")[:2].tolist() == manager.pages(first.row, "full")[:2].tolist()
+    assert group(manager).leased == 2
+    manager.check()
+
+
+def test_at_least_one_token_is_left_to_compute():
+    manager = make()
+    cache(manager, tokens(8))
+    assert manager.admit(tokens(8)).hit == 4
+    assert manager.admit(tokens(9)).hit == 8
+    assert make(page_tokens=1).admit([5]).hit == 0
+
+
+def test_reserve_says_how_far_places_go():
+    manager = make()
+    cache(manager, tokens(8))
+    got = manager.admit(tokens(20), reserve=5)
+    assert (got.hit, got.reserved) == (8, 13)
+    assert len(manager.pages(got.row, "full")) == 4
+    assert manager.admit(tokens(20), reserve=0).reserved == 8
+    more = manager.admit([50], reserve=9)  # more than the prompt: places to decode
+    assert (more.hit, more.reserved) == (0, 9)
+
+
+def test_namespaces_and_extra_keys_share_nothing():
+    manager = make()
+    cache(manager, tokens(8), namespace=b"a", extra_keys=[(0, 2, b"cat")])
+    assert manager.admit(tokens(9)).hit == 0
+    assert manager.admit(tokens(9), namespace=b"a").hit == 0
+    assert manager.admit(tokens(9), namespace=b"a", extra_keys=[(0, 2, b"dog")]).hit == 0
+    assert manager.admit(tokens(9), namespace="a", extra_keys=[(0, 2, "cat")]).hit == 8
+
+
+def test_the_watermark_is_out_of_reach_of_admit_and_within_that_of_reserve():
+    manager = make(pages=5, watermark=2)
+    assert not manager.can_admit(tokens(16))
+    with pytest.raises(CapacityError, match="2 kept back"):
+        manager.admit(tokens(16))
+    assert manager.can_admit(tokens(12))
+    row = manager.admit(tokens(12)).row
+    assert manager.can_reserve(row, 8) == 1
+    manager.reserve(row, 8)
+    assert group(manager).free == 0
+
+
+def test_can_admit_counts_the_pages_that_its_own_hit_would_lock():
+    """Four pages, all cached and evictable, three of them its own hit: one can be had, not four."""
+    manager = make(pages=4)
+    cache(manager, tokens(12))
+    cache(manager, tokens(4, 100))
+    assert group(manager).evictable == 4
+    assert not manager.can_admit(tokens(20))  # hit 12, and two more pages
+    before = manager.stats()
+    with pytest.raises(CapacityError) as caught:
+        manager.admit(tokens(20))
+    assert (caught.value.wanted, caught.value.free) == (2, 1)
+    assert manager.stats() == before
+    assert manager.can_admit(tokens(16))
+    got = manager.admit(tokens(16))
+    assert (got.hit, group(manager).evictable, group(manager).leased) == (12, 0, 3)
+    assert manager.stats().evicted_pages == 1
+    manager.check()
+
+
+def test_an_admission_evicts_the_coldest_first():
+    manager = make(pages=4)
+    for begin in (0, 100, 200):
+        cache(manager, tokens(4, begin))
+    cache(manager, tokens(5))  # the first is used again
+    manager.admit(tokens(8, 300))
+    assert manager.admit(tokens(5), reserve=0).hit == 4
+    assert manager.admit(tokens(5, 200), reserve=0).hit == 4
+    assert manager.admit(tokens(5, 100), reserve=0).hit == 0
+
+
+def test_rows_run_out():
+    manager = make(num_rows=2)
+    manager.admit([1])
+    manager.admit([2])
+    assert not manager.can_admit([3])
+    with pytest.raises(CapacityError, match="rows"):
+        manager.admit([3])
+    manager.release(1)
+    assert not manager.can_admit([3])  # until the step is over
+    manager.take_delta()
+    assert not manager.can_admit([3])
+    manager.pass_fence(1)
+    assert manager.can_admit([3])
+
+
+def test_an_error_names_the_group_and_changes_nothing():
+    layout = Layout([FULL, window(8)], 4)
+    manager = Manager(layout, {"full": 10, "window": 2}, num_rows=2, max_tokens=64)
+    cache(manager, tokens(4))
+    row = manager.admit(tokens(3, 50)).row
+    before = manager.stats()
+    with pytest.raises(CapacityError) as caught:
+        manager.reserve(row, 9)  # two more pages: one is free or evictable
+    for words in ("group window", "0 free", "1 evictable", "1 of running rows", "0 waiting for a fence"):
+        assert words in str(caught.value)
+    assert (caught.value.wanted, caught.value.free, caught.value.total) == (2, 1, 2)
+    assert manager.stats() == before
+    assert manager.admit(tokens(5), reserve=0).hit == 4
+    manager.check()
+
+
+# Growing
+
+
+def test_reserve_gives_places_one_count_for_all_or_one_each():
+    manager = make()
+    a, b = (manager.admit([n]).row for n in (1, 2))
+    manager.reserve([a, b])
+    manager.reserve(np.array([a, b]), 3)
+    manager.reserve(np.array([a, b], dtype=np.int32), [0, 4])
+    assert manager.reserved([a, b]).tolist() == [5, 9]
+    assert [len(manager.pages(row, "full")) for row in (a, b)] == [2, 3]
+    with pytest.raises(AlreadyHeldError):
+        manager.reserve([a, a])
+
+
+def test_rows_may_be_numbers_of_numpy():
+    """What iterating over an array of rows gives, such as that of `fork`."""
+    manager = make()
+    row = manager.admit(tokens(5)).row
+    for child in manager.fork(row, 2):
+        manager.reserve(child, np.int64(1))
+        manager.release(child)
+
+
+def test_can_reserve_says_how_many_fit_from_the_first_on():
+    manager = make(pages=5)
+    rows = [manager.admit([n] * 4).row for n in range(3)]
+    assert manager.can_reserve(rows) == 2
+    assert manager.can_reserve(rows, [0, 1, 8]) == 2
+    assert manager.can_reserve(rows, [8, 0, 0]) == 3
+    assert manager.can_reserve(rows, [61, 0, 0]) == 0  # longer than a row gets
+    with pytest.raises(CapacityError):
+        manager.reserve(rows)
+    assert manager.reserved(rows).tolist() == [4, 4, 4]
+    manager.reserve(rows[:2])
+    assert group(manager).free == 0
+
+
+def test_commit_takes_one_token_each_or_counts():
+    manager = make()
+    a, b = (manager.admit([n] * 8).row for n in (1, 2))
+    manager.commit([a, b], [1, 2])
+    manager.commit([a, b], [1, 1, 1, 2], [3, 1])
+    assert manager.committed([a, b]).tolist() == [4, 2]
+    assert manager.stored([a, b]).tolist() == [4, 0]
+    with pytest.raises(ArgumentError, match="add up"):
+        manager.commit([a, b], [1, 1, 1])
+    with pytest.raises(ArgumentError, match="4 tokens"):
+        manager.commit([b, a], [2, *[1] * 5], [1, 5])
+    with pytest.raises(OutOfRangeError):
+        manager.commit([a, b], [1, -1])
+    assert manager.committed([a, b]).tolist() == [4, 2]
+
+
+def test_duplicates_stay_the_rows_own():
+    manager = make()
+    tables = Tables(manager)
+    a, b = (manager.admit(tokens(6)).row for _ in range(2))
+    tables.apply(manager.take_delta())
+    own = tables.row(b)
+    compute(manager, a, tokens(6))
+    compute(manager, b, tokens(6))
+    assert manager.stored([a, b]).tolist() == [4, 4]
+    stats = group(manager)
+    assert (stats.evictable, stats.leased, stats.running) == (0, 1, 3)
+    tables.apply(manager.take_delta())
+    assert tables.row(b) == own  # it goes on reading what it wrote
+    manager.release(a)
+    end_step(manager)
+    stats = group(manager)
+    assert (stats.evictable, stats.leased, stats.running) == (0, 1, 2)  # b leases the page of a too
+    manager.release(b)
+    end_step(manager)
+    stats = group(manager)
+    assert (stats.free, stats.evictable) == (19, 1)
+    manager.check()
+
+
+def test_a_rollback_keeps_pages_for_what_is_reserved_next():
+    manager = make()
+    tables = Tables(manager)
+    row = manager.admit(tokens(3)).row
+    manager.reserve(row, 7)
+    tables.apply(manager.take_delta())
+    pages = tables.row(row)
+    compute(manager, row, tokens(3))
+    with pytest.raises(ArgumentError, match="7 tokens"):
+        manager.rollback(row, 8)
+    manager.rollback(row, 7)
+    assert manager.reserved(row).tolist() == [3]
+    assert group(manager).running == 3
+    manager.reserve(row, 9)
+    delta = tables.apply(manager.take_delta())
+    assert delta.num_writes == 0
+    assert tables.row(row) == pages
+    manager.reserve(row, 1)
+    assert manager.take_delta().num_writes == 1
+
+
+# Ending
+
+
+def test_what_is_freed_waits_for_the_fence_of_the_current_step():
+    manager = make(pages=3)
+    row = manager.admit(tokens(10)).row
+    compute(manager, row, tokens(10))
+    manager.take_delta()
+    assert manager.step == 2
+    manager.release(row)
+    assert group(manager)[2:] == (0, 0, 2, 0, 1)  # cached pages stay leased
+    manager.take_delta()
+    manager.pass_fence(1)
+    assert not manager.can_admit([99])
+    manager.pass_fence(2)
+    assert group(manager)[2:] == (1, 2, 0, 0, 0)
+    assert manager.can_admit(tokens(12, 50))
+    with pytest.raises(ArgumentError, match="has not been taken"):
+        manager.pass_fence(3)
+    manager.pass_fence(1)  # known already
+    manager.check()
+
+
+def test_a_cancelled_prefill_leaves_what_was_committed():
+    manager = make()
+    row = manager.admit(tokens(20)).row
+    compute(manager, row, tokens(9))
+    manager.release(row)
+    with pytest.raises(NotHeldError):
+        manager.release(row)
+    end_step(manager)
+    assert (group(manager).free, group(manager).evictable) == (18, 2)
+    assert manager.admit(tokens(20)).hit == 8
+
+
+# Forks
+
+
+def test_a_fork_shares_whole_pages_and_copies_the_half_page():
+    manager = make()
+    tables = Tables(manager)
+    parent = manager.admit(tokens(10)).row
+    manager.reserve(parent, 6)
+    compute(manager, parent, tokens(10))
+    tables.apply(manager.take_delta())
+    children = manager.fork(parent, 2).tolist()
+    assert manager.committed(children).tolist() == manager.reserved(children).tolist() == [10, 10]
+    delta = tables.apply(manager.take_delta())
+    ((sources, targets),) = delta.copies
+    assert sources.tolist() == [tables.row(parent)[2]] * 2
+    assert targets.tolist() == [tables.row(child)[2] for child in children]
+    for child in children:
+        assert tables.row(child)[:2] == tables.row(parent)[:2]
+        assert tables.row(child)[3] == 0
+    assert len({tables.row(row)[2] for row in (parent, *children)}) == 3
+    assert group(manager)[2:] == (20 - 2 - 2 - 2, 0, 2, 4, 0)
+    manager.release(parent)
+    end_step(manager)
+    assert group(manager).leased == 2
+    manager.check()
+
+
+def test_a_fork_of_a_fork_of_the_same_step_copies_what_is_there_before_the_step():
+    """Copies of one delta are made at once: no source is another one's target."""
+    manager = make()
+    parent = manager.admit(tokens(6)).row
+    compute(manager, parent, tokens(6))
+    manager.take_delta()
+    child = int(manager.fork(parent)[0])
+    manager.fork(child)
+    ((sources, targets),) = manager.take_delta().copies
+    assert len(targets) == 2
+    assert not set(sources.tolist()) & set(targets.tolist())
+
+
+def test_a_fork_that_does_not_fit_changes_nothing():
+    manager = make(pages=4, num_rows=3)
+    parent = manager.admit(tokens(6)).row
+    compute(manager, parent, tokens(6))
+    end_step(manager)
+    with pytest.raises(CapacityError, match="rows"):
+        manager.fork(parent, 3)
+    with pytest.raises(CapacityError, match="rows"):
+        manager.fork(parent, 2**31 - 1)
+    manager.admit([9] * 7, reserve=4)
+    before = manager.stats()
+    with pytest.raises(CapacityError):
+        manager.fork(parent, 2)
+    assert manager.stats() == before
+    assert manager.fork(parent).tolist() == [3]
+
+
+# Who computes what
+
+
+def test_pending_names_who_will_have_computed_most():
+    manager = make()
+    assert manager.pending(tokens(12)) is None
+    row = manager.admit(tokens(16), reserve=10).row
+    found = manager.pending(tokens(20))
+    assert isinstance(found, Pending)
+    assert found == (row, 8)  # whole pages among those with a place
+    assert manager.pending(tokens(8)) == (row, 4)
+    assert manager.pending([*tokens(6), 99, 99, 99]) == (row, 4)
+    assert manager.pending(tokens(20), namespace=b"a") is None
+    manager.reserve(row, 6)
+    assert manager.pending(tokens(20)) == (row, 16)
+    compute(manager, row, tokens(16))
+    assert manager.pending(tokens(20)) is None  # it would hit
+
+
+def test_pending_sees_past_extra_keys_that_come_later():
+    manager = make()
+    row = manager.admit(tokens(16), extra_keys=[(12, 14, b"cat")]).row
+    assert manager.pending(tokens(16), extra_keys=[(12, 14, b"cat")]) == (row, 12)
+    assert manager.pending(tokens(10)) == (row, 8)
+    assert manager.pending(tokens(16), extra_keys=[(12, 14, b"dog")]) == (row, 12)
+    assert manager.pending(tokens(16), extra_keys=[(2, 3, b"cat")]) is None
+
+
+def test_pending_promises_nothing_that_has_left_a_window():
+    """The row has committed all of it, its window has moved on: waiting would be for ever."""
+    manager = make(FULL, window(4))
+    row = manager.admit(tokens(16)).row
+    compute(manager, row, tokens(16))
+    assert manager.admit(tokens(10), reserve=0).hit == 0
+    assert manager.pending(tokens(10)) is None
+
+
+def test_pending_promises_nothing_that_went_another_way():
+    manager = make()
+    row = manager.admit(tokens(16)).row
+    manager.commit(row, [99] * 4, [4])
+    assert manager.pending(tokens(16)) is None
+
+
+# Windows
+
+
+def test_pages_of_a_window_are_given_up_while_the_request_runs():
+    manager = make(FULL, window(6), pages=8)
+    row = manager.admit([0]).row
+    compute(manager, row, [0])
+    for token in range(1, 32):
+        manager.reserve(row)
+        manager.commit(row, [token])
+        end_step(manager)
+        stats = group(manager, "window")
+        # A window of 6 lies in three pages at most; one more can be waiting in this step.
+        assert stats.leased + stats.running + stats.evictable <= 3
+    assert group(manager).leased == 8
+    assert manager.first_pages(row, "window").tolist() == [(32 - 6 + 1) // 4]
+    assert manager.pages(row, "window")[:6].tolist() == [0] * 6
+    manager.check()
+
+
+@pytest.mark.parametrize("layers", [[FULL, window(4)], [window(4), FULL], [window(4)], [FULL, window(9)]])
+@pytest.mark.parametrize("count", [3, 5, 7, 11, 15, 30])
+def test_a_chunk_that_ends_inside_a_page_is_stored(layers: list[object], count: int):
+    """What the tree takes has to be protected, whatever the window has left behind by then."""
+    manager = make(*layers, pages=12)
+    row = manager.admit(tokens(40)).row
+    for begin in range(0, 40, count):
+        part = tokens(40)[begin : begin + count]
+        manager.commit(row, part, [len(part)])
+        committed = begin + len(part)
+        assert manager.stored(row).tolist() == [committed // 4 * 4]
+        manager.check()
+        assert all(it.evictable == 0 for it in manager.stats().groups)
+
+
+def test_a_hit_ends_where_the_window_can_resume():
+    manager = make(FULL, window(6))
+    cache(manager, tokens(16))
+    # At 16, positions 11 … 15 are read: pages 2 and 3. Those before are holes: nothing shorter resumes.
+    got = manager.admit(tokens(20))
+    assert got.hit == 16
+    assert manager.pages(got.row, "window")[:2].tolist() == [0, 0]
+    assert (manager.pages(got.row, "window")[2:] > 0).all()
+    assert manager.admit([*tokens(14), 99, 99, 99], reserve=0).hit == 0
+
+
+def test_a_window_that_another_request_leases_is_kept():
+    manager = make(FULL, window(6))
+    row = manager.admit(tokens(8)).row
+    compute(manager, row, tokens(8))
+    other = manager.admit([*tokens(8), 99])
+    assert other.hit == 8
+    manager.reserve(row, 12)
+    compute(manager, row, tokens(12, 8))
+    assert manager.admit([*tokens(8), 98], reserve=0).hit == 8
+    manager.check()
+
+
+def test_groups_with_pages_of_their_own_size():
+    manager = make(FULL, window(9), page_tokens={"full": 4, "window": 8})
+    assert manager.resume_step == 8
+    cache(manager, tokens(16))
+    got = manager.admit(tokens(18))
+    assert got.hit == 16
+    assert [len(manager.pages(got.row, name)) for name in ("full", "window")] == [5, 3]
+    manager.check()
+
+
+# Steps and deltas
+
+
+def test_a_delta_of_many_decoding_rows_is_a_few_hundred_bytes():
+    """256 rows, pages of 16 tokens: 16 rows a step begin a page, each a place and an id of 4 bytes."""
+    manager = make(page_tokens=16, pages=600, num_rows=256, max_tokens=64)
+    rows = []
+    for n in range(256):
+        rows.append(manager.admit([n] * (1 + n % 16)).row)
+    manager.take_delta()
+    for _ in range(20):
+        manager.reserve(rows)
+        delta = manager.take_delta()
+        assert delta.num_writes == 16
+        assert delta.num_bytes < 300
+
+
+def test_a_delta_can_be_pickled_and_compared():
+    manager = make(FULL, window(8))
+    row = manager.admit(tokens(6)).row
+    compute(manager, row, tokens(6))
+    manager.fork(row)
+    delta = manager.take_delta()
+    again = pickle.loads(pickle.dumps(delta))
+    assert again == delta
+    assert again.step == 1
+    assert again.index.tolist() == delta.index.tolist()
+    assert [it[0].tolist() for it in again.copies] == [it[0].tolist() for it in delta.copies]
+    assert delta != manager.take_delta()
+    assert "writes" in repr(delta)
+    assert delta.index.dtype == delta.page_ids.dtype == delta.packed.dtype == np.int32
+
+
+def test_a_delta_has_each_place_once_and_an_empty_step_is_empty():
+    manager = make(num_rows=2)
+    row = manager.admit(tokens(9)).row
+    manager.rollback(row, 9)
+    manager.reserve(row, 12)
+    delta = manager.take_delta()
+    assert len(set(delta.index.tolist())) == delta.num_writes == 3
+    empty = manager.take_delta()
+    assert (empty.step, empty.num_writes) == (2, 0)
+    assert empty.num_bytes < 40
+
+
+# The rest
+
+
+def test_reset_forgets_everything():
+    manager = make()
+    cache(manager, tokens(8))
+    row = manager.admit(tokens(12)).row
+    manager.fork(row)
+    manager.release(row)
+    manager.reset()
+    fresh = make()
+    assert manager.stats() == fresh.stats()
+    assert manager.step == 1
+    assert manager.take_delta() == fresh.take_delta()
+    assert manager.admit(tokens(12)).hit == 0
+    with pytest.raises(NotHeldError):
+        manager.release(2)
+    manager.check()
+
+
+def test_listeners_hear_what_is_stored_and_removed():
+    manager, events = make(pages=3), []
+    manager.listen(events.append)
+    row = manager.admit(tokens(6), namespace=b"a").row
+    compute(manager, row, tokens(6))
+    (stored,) = events
+    assert isinstance(stored, Stored)
+    assert (stored.namespace, stored.position, stored.parent) == (b"a", 0, None)
+    assert stored.tokens.tolist() == tokens(4)
+    assert stored.columns[0].tolist() == manager.pages(row, "full")[:1].tolist()
+    manager.release(row)
+    end_step(manager)
+    events.clear()
+    manager.admit(tokens(12, 50))
+    (removed,) = events
+    assert isinstance(removed, Removed)
+    assert removed.tokens.tolist() == tokens(4)
+    manager.unlisten(events.append)
+    manager.reset()
+    assert len(events) == 1
+
+
+def test_nodes_show_the_tree():
+    manager = make()
+    cache(manager, tokens(8))
+    (node,) = [it for it in manager.nodes() if len(it.tokens)]
+    assert node.tokens.tolist() == tokens(8)
+
+
+def test_stats_count_hits():
+    manager = make()
+    cache(manager, tokens(8))
+    manager.admit(tokens(12))
+    stats = manager.stats()
+    assert (stats.admitted, stats.admitted_tokens, stats.hit_tokens, stats.cached_tokens) == (2, 20, 8, 8)
+    assert (stats.rows, stats.waiting_rows, stats.num_rows) == (1, 0, 6)
+
+
+@pytest.mark.parametrize("n", range(12, 21))
+@pytest.mark.parametrize("size", [4, 6, 9])
+def test_a_conversation_that_ends_inside_a_page_is_hit_up_to_its_last_whole_page(n: int, size: int):
+    """Whether a prompt is found again must not depend on how far its last page was filled."""
+    manager = make(FULL, window(size))
+    cache(manager, tokens(n))
+    assert manager.admit(tokens(30)).hit == n // 4 * 4
+
+
+def test_fences_count_anew_after_a_reset():
+    manager = make()
+    for _ in range(9):
+        end_step(manager)
+    manager.reset()
+    manager.release(manager.admit(tokens(5)).row)
+    assert (group(manager).free, group(manager).waiting, manager.stats().waiting_rows) == (18, 2, 1)
+    end_step(manager)
+    assert group(manager).free == 20
+
+
+# What is bad or unwanted
+
+
+def test_invalidate_names_who_reads_and_nobody_finds_it():
+    manager = make()
+    cache(manager, tokens(12))
+    reader = manager.admit(tokens(13)).row
+    other = manager.admit([*tokens(4), 99, 99]).row
+    bad = int(manager.pages(reader, "full")[1])
+    assert manager.invalidate("full", [bad]).tolist() == [reader]
+    assert manager.admit(tokens(13), reserve=0).hit == 4
+    compute(manager, reader, [12])
+    manager.reserve(reader, 8)
+    compute(manager, reader, tokens(8, 13))
+    assert manager.admit(tokens(22), reserve=0).hit == 4  # nor what continues it
+    with pytest.raises(ArgumentError, match="release it"):
+        manager.fork(reader)
+    compute(manager, other, [99, 99])
+    manager.check()
+    manager.release([reader, other])
+    end_step(manager)
+    manager.check()
+    stats = group(manager)
+    assert stats.free + stats.evictable + stats.leased == 20
+    assert stats.waiting == stats.running == 0
+
+
+def test_invalidate_frees_what_nobody_reads_at_once():
+    manager = make()
+    cache(manager, tokens(12))
+    assert manager.invalidate("full", [2]).tolist() == []
+    assert (group(manager).free, group(manager).evictable) == (19, 1)
+    assert manager.invalidate("full", []).tolist() == []
+    assert manager.invalidate("full", [15, 15]).tolist() == []  # holds nothing
+    for bad in ([0], [21], [-1]):
+        with pytest.raises(OutOfRangeError):
+            manager.invalidate("full", bad)
+    with pytest.raises(ArgumentError):
+        manager.invalidate("window", [1])
+    assert manager.admit(tokens(12)).hit == 4
+    manager.check()
+
+
+def test_drop_forgets_a_namespace():
+    manager = make()
+    for space in (b"a", b"b"):
+        cache(manager, tokens(8), namespace=space)
+    row = manager.admit(tokens(12), namespace=b"a").row
+    manager.drop(b"a")
+    assert manager.admit(tokens(12), namespace=b"a", reserve=0).hit == 0
+    assert manager.admit(tokens(12), namespace=b"b", reserve=0).hit == 8
+    compute(manager, row, tokens(4, 8))
+    assert manager.pending(tokens(20), namespace=b"a") is None
+    manager.release(row)
+    end_step(manager)
+    assert manager.admit(tokens(13), namespace=b"a", reserve=0).hit == 0
+    manager.drop(b"nobody")
+    manager.drop("b")
+    assert manager.admit(tokens(12), namespace=b"b", reserve=0).hit == 0
+    manager.check()
