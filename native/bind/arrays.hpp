@@ -64,6 +64,9 @@ class IdArray {
 // An integer argument within [low, high], or an ArgumentError that names it.
 int64_t to_int(nb::handle value, const char* name, int64_t low, int64_t high);
 
+// Whether an argument is one integer, Python's or numpy's.
+bool is_number(nb::handle value);
+
 // Runs a constructor's reading of its arguments: what is wrong with them is a ConfigError.
 template <typename Read>
 auto to_config(Read read) {

@@ -74,7 +74,7 @@ void construct(Managed* self, nb::handle groups, nb::handle num_rows, nb::handle
 class RowsArgument {
  public:
   explicit RowsArgument(nb::handle rows) {
-    if (PyLong_CheckExact(rows.ptr())) {
+    if (is_number(rows)) {
       one_ = static_cast<int32_t>(to_int(rows, "rows", std::numeric_limits<int32_t>::min(), kMaxId));
     } else {
       many_.emplace(rows, "rows");
@@ -91,7 +91,7 @@ class RowsArgument {
 class CountsArgument {
  public:
   CountsArgument(nb::handle counts, const char* name) {
-    if (PyLong_CheckExact(counts.ptr())) {
+    if (is_number(counts)) {
       all_ = to_int(counts, name, 0, kMaxId);
     } else {
       each_.emplace(counts, name);
@@ -248,10 +248,9 @@ nb::object counts(const Managed& self) {
   nb::list groups;
   for (int64_t g = 0; g < core.num_groups(); ++g) {
     const Manager::Group& group = core.group(g);
-    const Tally held = core.tree().pages(group.first_column);
-    groups.append(nb::make_tuple(group.spec.name, group.spec.num_pages, group.pages.num_free(),
-                                 (held.total - held.locked) * group.num_columns, held.locked * group.num_columns,
-                                 group.num_own, group.pages.num_quarantined()));
+    const int64_t cached = group.cached(core.tree()), evictable = group.evictable(core.tree());
+    groups.append(nb::make_tuple(group.spec.name, group.spec.num_pages, group.pages.num_free(), evictable,
+                                 cached - evictable, group.num_own, group.pages.num_quarantined()));
   }
   return nb::make_tuple(groups, stats.rows, stats.waiting_rows, core.num_rows(), stats.admitted, stats.tokens,
                         stats.hits, stats.evicted, core.tree().tokens().total);
@@ -263,18 +262,17 @@ PyStructSequence_Field admitted_fields[] = {{"row", "The request's row."},
                                             {"lease", "The number of its lease."},
                                             {"cuts", "Lengths at which a prefill has to be cut: [n] int32."},
                                             {nullptr, nullptr}};
-PyStructSequence_Field pending_fields[] = {{"row", "Who computes it."},
-                                           {"length", "Tokens that will be there."},
-                                           {nullptr, nullptr}};
+PyStructSequence_Field pending_fields[] = {
+    {"row", "Who computes it."}, {"length", "Tokens that will be there."}, {nullptr, nullptr}};
 
 }  // namespace
 
 void bind_manager(nb::module_& m) {
   const nb::object plain = nb::bytes("", 0), none = nb::make_tuple();
-  admitted_type = make_type(m, "Admitted", "pagoda.Admitted", "A request that runs: its row and what it need not compute.",
-                            admitted_fields, 5);
-  pending_type = make_type(m, "Pending", "pagoda.Pending", "Tokens that a running request will have computed.",
-                           pending_fields, 2);
+  admitted_type = make_type(m, "Admitted", "pagoda.Admitted",
+                            "A request that runs: its row and what it need not compute.", admitted_fields, 5);
+  pending_type =
+      make_type(m, "Pending", "pagoda.Pending", "Tokens that a running request will have computed.", pending_fields, 2);
   nb::class_<Managed>(m, "ManagerCore", nb::type_slots(manager_slots), nb::is_weak_referenceable(),
                       "The native part of pagoda.Manager.")
       .def("__init__", &construct, nb::arg("groups").none(), nb::arg("num_rows").none(), nb::arg("max_tokens").none(),
@@ -334,8 +332,9 @@ Row, lease and own pages are free again when the fence of the current step has p
 
 Pages of the tree are shared; those behind are copied by the delta. Cost O(pages × n). Errors: CapacityError;
 ArgumentError; OutOfRangeError, NotHeldError for the row.)")
-      .def("invalidate", &invalidate, nb::arg("group").none(), nb::arg("page_ids").none(),
-           R"(Forgets what these pages of a group hold, because it is bad, and all that continues it: [n] int32, the running
+      .def(
+          "invalidate", &invalidate, nb::arg("group").none(), nb::arg("page_ids").none(),
+          R"(Forgets what these pages of a group hold, because it is bad, and all that continues it: [n] int32, the running
 rows that read them.
 
 Those rows go on, nothing they commit is cached; release them to compute anew. Cached pages that nobody reads come free at
@@ -355,7 +354,8 @@ Cost: what comes free. Errors: ArgumentError for a step that was not taken yet.)
 
 Cost O(pages). Errors: ArgumentError, OutOfRangeError, NotHeldError.)")
       .def("first_pages", &first_pages, nb::arg("rows").none(), nb::arg("group").none(),
-           "The first page of each row that is still in the window, by its place in the row: [rows] int32. Cost O(rows). "
+           "The first page of each row that is still in the window, by its place in the row: [rows] int32. Cost "
+           "O(rows). "
            "Errors: as `pages`.")
       .def("reserved", &lengths<&Manager::Lengths::reserved>, nb::arg("rows").none(),
            "Tokens of each row that have a place: [rows] int32. Cost O(rows). Errors: OutOfRangeError, NotHeldError.")

@@ -208,7 +208,7 @@ nb::object drop(Tree& self, nb::handle space) {
 nb::object punch(Tree& self, nb::handle lease, nb::handle column, nb::handle end) {
   const int which = to_column(self, column);
   const int64_t until = to_int(end, "end", 0, kMaxCount);
-  auto ids = new_int32(self.core.plan_punch(to_held_lease(self, lease).id, which, 0, until));
+  auto ids = new_int32(self.core.plan_punch(to_held_lease(self, lease).id, which, until));
   self.core.carry_out_punch(ids.data);
   deliver(self);
   return ids.array;
@@ -410,22 +410,28 @@ The caller owns the ids it returns. Cost: its runs. Errors: ArgumentError.)")
           "check", [](const Tree& self) { self.core.check(); }, nb::sig("def check(self) -> None"),
           "Verifies invariants 10 to 12, 14 and 15. Cost: a walk over all of it. Errors: InvariantError.")
       .def(
-          "listen", [](Tree& self, nb::handle listener) { listen(self.core, self, listener); }, nb::arg("listener").none(),
-           nb::sig("def listen(self, listener: Callable[[Stored | Removed], object]) -> None"),
-           R"(From now on this callable gets every event, in order, when the call that made it is done.
+          "listen", [](Tree& self, nb::handle listener) { listen(self.core, self, listener); },
+          nb::arg("listener").none(),
+          nb::sig("def listen(self, listener: Callable[[Stored | Removed], object]) -> None"),
+          R"(From now on this callable gets every event, in order, when the call that made it is done.
 
 O(1); calls then cost a copy of what they store or remove. What a listener raises goes to
 sys.unraisablehook. Errors: ArgumentError.)")
       .def(
-          "unlisten", [](Tree& self, nb::handle listener) { unlisten(self.core, self, listener); }, nb::arg("listener").none(),
-           nb::sig("def unlisten(self, listener: Callable[[Stored | Removed], object]) -> None"),
-           "Ends what `listen` began. O(listeners). Errors: ArgumentError when it does not listen.")
+          "unlisten", [](Tree& self, nb::handle listener) { unlisten(self.core, self, listener); },
+          nb::arg("listener").none(),
+          nb::sig("def unlisten(self, listener: Callable[[Stored | Removed], object]) -> None"),
+          "Ends what `listen` began. O(listeners). Errors: ArgumentError when it does not listen.")
       .def(
-          "nodes", [](const Tree& self, nb::handle most, nb::handle run, nb::handle space) { return list_nodes(self.core, most, run, space); }, nb::arg("max_nodes").none() = 1000, nb::arg("max_tokens").none() = 32,
-           nb::arg("namespace").none() = nb::none(),
-           nb::sig("def nodes(self, max_nodes: int = 1000, max_tokens: int = 32, namespace: bytes | str | None = None) "
-                   "-> list[NodeView]"),
-           R"(Nodes to look at: parents before children, children in the order of their tokens.
+          "nodes",
+          [](const Tree& self, nb::handle most, nb::handle run, nb::handle space) {
+            return list_nodes(self.core, most, run, space);
+          },
+          nb::arg("max_nodes").none() = 1000, nb::arg("max_tokens").none() = 32,
+          nb::arg("namespace").none() = nb::none(),
+          nb::sig("def nodes(self, max_nodes: int = 1000, max_tokens: int = 32, namespace: bytes | str | None = None) "
+                  "-> list[NodeView]"),
+          R"(Nodes to look at: parents before children, children in the order of their tokens.
 
 Cost O(nodes shown and their siblings, leases). Errors: ArgumentError.)")
       .def("__repr__", &repr);

@@ -66,8 +66,8 @@ void unlisten(PrefixTree& core, Listeners& to, nb::handle listener) {
   const std::vector<nb::object> listeners = to.listeners;
   for (const nb::object& each : listeners) {
     if (!each.is(listener) && !each.equal(listener)) continue;
-    const auto it = std::find_if(to.listeners.begin(), to.listeners.end(),
-                                 [&](const nb::object& other) { return other.is(each); });
+    const auto it =
+        std::find_if(to.listeners.begin(), to.listeners.end(), [&](const nb::object& other) { return other.is(each); });
     if (it == to.listeners.end()) break;
     const nb::object gone = *it;
     to.listeners.erase(it);

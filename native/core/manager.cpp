@@ -38,16 +38,23 @@ int64_t checked_rows(const std::vector<GroupSpec>& groups, int64_t num_rows, int
   return num_rows;
 }
 
-bool same_keys(const std::vector<KeyRange>& a, const std::vector<KeyRange>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const KeyRange& x, const KeyRange& y) {
-    return x.begin == y.begin && x.end == y.end && x.key == y.key;
-  });
+// Up to where two sequences have the same extra keys.
+int64_t common_keys(const std::vector<KeyRange>& a, const std::vector<KeyRange>& b) {
+  constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
+  for (size_t i = 0; i < a.size() || i < b.size(); ++i) {
+    const int64_t x = i < a.size() ? a[i].begin : kNone, y = i < b.size() ? b[i].begin : kNone;
+    if (x != y || a[i].key != b[i].key) return std::min(x, y);
+    if (a[i].end != b[i].end) return std::min(a[i].end, b[i].end);
+  }
+  return kNone;
 }
 
 }  // namespace
 
-Manager::Group::Group(GroupSpec given, int64_t num_rows, int64_t max_tokens, int64_t at, int column, int64_t step)
+Manager::Group::Group(GroupSpec given, int which, int64_t num_rows, int64_t max_tokens, int64_t at, int column,
+                      int64_t step)
     : spec(std::move(given)),
+      number(which),
       math(spec.page_tokens),
       pages(spec.num_pages, 1, "pages of group " + spec.name),
       max_pages(math.pages_for(max_tokens)),
@@ -55,7 +62,51 @@ Manager::Group::Group(GroupSpec given, int64_t num_rows, int64_t max_tokens, int
       first_column(column),
       num_columns(static_cast<int>(step / spec.page_tokens)),
       table((num_rows + 1) * max_pages),
-      own((num_rows + 1) * max_pages) {}
+      own((num_rows + 1) * max_pages),
+      readers(spec.window > 0 ? spec.num_pages : 0) {}
+
+int64_t Manager::Group::cached(const PrefixTree& tree) const {
+  return has_window() ? readers.num_cached : tree.pages(first_column).total * num_columns;
+}
+
+int64_t Manager::Group::evictable(const PrefixTree& tree) const {
+  const Tally held = tree.pages(first_column);
+  return has_window() ? readers.num_loose : (held.total - held.locked) * num_columns;
+}
+
+void Manager::Readers::link(int32_t page) {
+  const int32_t last = prev[0];
+  next[last] = prev[0] = page;
+  prev[page] = last;
+  next[page] = 0;
+  ++num_loose;
+}
+
+void Manager::Readers::unlink(int32_t page) {
+  next[prev[page]] = next[page];
+  prev[next[page]] = prev[page];
+  --num_loose;
+}
+
+void Manager::Readers::add(int32_t page) {
+  is_cached[page] = 1;
+  count[page] = 1;
+  ++num_cached;
+}
+
+void Manager::Readers::read(int32_t page) {
+  if (count[page]++ == 0) unlink(page);
+}
+
+void Manager::Readers::leave(int32_t page) {
+  if (--count[page] == 0) link(page);
+}
+
+void Manager::Readers::forget(int32_t page) {
+  unlink(page);
+  is_cached[page] = 0;
+  --num_cached;
+}
 
 Manager::Manager(std::vector<GroupSpec> specs, int64_t num_rows, int64_t max_tokens, int64_t watermark,
                  int64_t capacity)
@@ -75,12 +126,22 @@ Manager::Manager(std::vector<GroupSpec> specs, int64_t num_rows, int64_t max_tok
   int column = 0;
   for (GroupSpec& spec : specs) {
     has_windows_ = has_windows_ || spec.window > 0;
-    groups_.emplace_back(std::move(spec), num_rows, max_tokens, offset, column, math_.size());
+    const int number = static_cast<int>(groups_.size());
+    groups_.emplace_back(std::move(spec), number, num_rows, max_tokens, offset, column, math_.size());
     offset += (num_rows + 1) * groups_.back().max_pages;
     column += groups_.back().num_columns;
   }
-  no_locks_.assign(static_cast<size_t>(column), 0);
-  locked_ = no_locks_;
+  unlocked_.assign(static_cast<size_t>(column), 0);
+  if (has_windows_) {
+    std::vector<int> set_of;
+    std::vector<int64_t> num_ids;
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      const int set = groups_[g].has_window() ? static_cast<int>(g) : -1;
+      set_of.insert(set_of.end(), static_cast<size_t>(groups_[g].num_columns), set);
+      num_ids.push_back(groups_[g].has_window() ? groups_[g].spec.num_pages : 0);
+    }
+    tree_.follow(std::move(set_of), num_ids);
+  }
   columns_.resize(static_cast<size_t>(column));
   column_ids_.resize(static_cast<size_t>(column));
 }
@@ -94,8 +155,9 @@ const Manager::Row& Manager::row_at(int64_t row, int64_t position) const {
   }
   const Row& state = rows_[static_cast<size_t>(row)];
   if (!state.is_running) {
-    throw BadId{IdFault::kNotHeld, row, position,
-                "rows[" + text(position) + "] = " + text(row) + " is no running request: it was released, or never admitted"};
+    throw BadId{
+        IdFault::kNotHeld, row, position,
+        "rows[" + text(position) + "] = " + text(row) + " is no running request: it was released, or never admitted"};
   }
   return state;
 }
@@ -109,7 +171,8 @@ void Manager::require_rows(Ids rows) {
     for (; i < rows.size; ++i) {
       row_at(rows[i], i);
       if (seen_.contains(rows[i])) {
-        throw BadId{IdFault::kAlreadyHeld, rows[i], i, "rows[" + text(i) + "] = " + text(rows[i]) + " stands twice in one call"};
+        throw BadId{IdFault::kAlreadyHeld, rows[i], i,
+                    "rows[" + text(i) + "] = " + text(rows[i]) + " stands twice in one call"};
       }
       seen_.insert(rows[i]);
     }
@@ -122,7 +185,8 @@ void Manager::require_rows(Ids rows) {
 
 void Manager::require_counts(Ids rows, const Counts& counts, const char* name) const {
   if (counts.is_each && counts.each.size != rows.size) {
-    throw BadArgument(std::string(name) + " has " + text(counts.each.size) + " entries for " + text(rows.size) + " rows");
+    throw BadArgument(std::string(name) + " has " + text(counts.each.size) + " entries for " + text(rows.size) +
+                      " rows");
   }
   for (int64_t i = 0; i < rows.size; ++i) {
     if (counts[i] < 0) {
@@ -133,34 +197,46 @@ void Manager::require_counts(Ids rows, const Counts& counts, const char* name) c
 
 // ── room ────────────────────────────────────────────────────────────────────────────────────────────
 
-int64_t Manager::available(const Group& group, const std::vector<int64_t>& locked) const {
-  const Tally held = tree_.pages(group.first_column);
-  const int64_t evictable = held.total - held.locked - locked[static_cast<size_t>(group.first_column)];
-  return group.pages.num_free() + evictable * group.num_columns;
+int64_t Manager::available(const Group& group) const {
+  return group.pages.num_free() + group.evictable(tree_) - group.locked;
 }
 
-bool Manager::has_room(int64_t spare, const std::vector<int64_t>& locked) const {
+void Manager::clear_plan() {
+  for (Group& group : groups_) group.needed = group.locked = 0;
+}
+
+bool Manager::has_room(int64_t spare) const {
   return std::all_of(groups_.begin(), groups_.end(), [&](const Group& group) {
-    return group.needed == 0 || group.needed + spare <= available(group, locked);
+    return group.needed + group.locked == 0 || group.needed + spare <= available(group);
   });
 }
 
-void Manager::require_room(int64_t spare, const std::vector<int64_t>& locked) const {
+void Manager::require_room(int64_t spare) const {
   for (const Group& group : groups_) {
-    const int64_t there = available(group, locked);
-    if (group.needed == 0 || group.needed + spare <= there) continue;
-    const Tally held = tree_.pages(group.first_column);
-    const int64_t evictable = there - group.pages.num_free();
+    const int64_t there = available(group);
+    if (group.needed + group.locked == 0 || group.needed + spare <= there) continue;
+    const int64_t evictable = group.evictable(tree_) - group.locked;
     std::string what = "pages of group " + group.spec.name + " (" + text(group.pages.num_free()) + " free, " +
-                       text(evictable) + " evictable, " + text(held.total * group.num_columns - evictable) +
-                       " leased, " + text(group.num_own) + " of running rows, " + text(group.pages.num_quarantined()) +
+                       text(evictable) + " evictable, " + text(group.cached(tree_) - evictable) + " leased, " +
+                       text(group.num_own) + " of running rows, " + text(group.pages.num_quarantined()) +
                        " waiting for a fence";
     if (spare > 0) what += ", " + text(spare) + " kept back for running rows";
     throw OutOfIds{what + ")", group.needed, std::max<int64_t>(0, there - spare), group.spec.num_pages};
   }
 }
 
+// Frees so many pages of a group: of a window the pages whose last reader went first, else tails of the coldest leaves.
 void Manager::evict(Group& group, int64_t num_pages) {
+  if (group.has_window()) {
+    for (; num_pages > 0; --num_pages) {
+      const int32_t page = group.readers.next[0];
+      tree_.punch_page(group.number, page);
+      group.readers.forget(page);
+      group.pages.free({&page, 1}, std::nullopt);
+      ++evicted_;
+    }
+    return;
+  }
   const int64_t tree_pages = (num_pages + group.num_columns - 1) / group.num_columns;
   const PrefixTree::Sizes& sizes = tree_.plan_evict(math_.first_slot(tree_pages), group.first_column);
   std::vector<int32_t*> out;
@@ -177,6 +253,9 @@ void Manager::free_columns() {
   for (Group& each : groups_) {
     for (int c = each.first_column; c < each.first_column + each.num_columns; ++c) {
       const auto& ids = columns_[static_cast<size_t>(c)];
+      if (each.has_window()) {
+        for (int32_t id : ids) each.readers.forget(id);
+      }
       each.pages.free({ids.data(), static_cast<int64_t>(ids.size())}, std::nullopt);
       evicted_ += static_cast<int64_t>(ids.size());
     }
@@ -225,9 +304,12 @@ void Manager::drop(std::string_view space) {
 }
 
 void Manager::make_room() {
-  for (Group& group : groups_) {
-    const int64_t missing = group.needed - group.pages.num_free();
-    if (missing > 0) evict(group, missing);
+  // What leaves the tree for a group that keeps every token takes pages of windows with it.
+  for (const bool has_window : {false, true}) {
+    for (Group& group : groups_) {
+      const int64_t missing = group.needed - group.pages.num_free();
+      if (missing > 0 && group.has_window() == has_window) evict(group, missing);
+    }
   }
 }
 
@@ -275,10 +357,24 @@ void Manager::find_hit(const Sequence& sequence, int64_t reserve, Match& match) 
   if (target > max_tokens_) {
     throw BadArgument("reserve: " + text(target) + " tokens are more than the " + text(max_tokens_) + " of a row");
   }
+  tree_.count_unlocked(match, unlocked_);
+  const int64_t tree_pages = math_.page(match.length);
   for (Group& group : groups_) {
     group.needed = group.math.pages_for(target) - group.math.page(match.length);
+    group.locked = 0;
+    if (!group.has_window()) {
+      group.locked = unlocked_[static_cast<size_t>(group.first_column)] * group.num_columns;
+      continue;
+    }
+    const int64_t first = live_from(group, match.length) / group.num_columns;
+    for (int c = group.first_column; c < group.first_column + group.num_columns; ++c) {
+      auto& ids = columns_[static_cast<size_t>(c)];
+      ids.resize(static_cast<size_t>(tree_pages));
+      tree_.copy_pages(match, c, ids.data());
+      for (int64_t p = first; p < tree_pages; ++p)
+        group.locked += group.readers.count[ids[static_cast<size_t>(p)]] == 0;
+    }
   }
-  tree_.count_unlocked(match, locked_);
 }
 
 int64_t Manager::target_of(const Sequence& sequence, int64_t reserve, const Match& match) const {
@@ -288,14 +384,14 @@ int64_t Manager::target_of(const Sequence& sequence, int64_t reserve, const Matc
 bool Manager::can_admit(const Sequence& sequence, int64_t reserve) {
   Match match;
   find_hit(sequence, reserve, match);
-  return row_ids_.num_free() > 0 && has_room(watermark_, locked_);
+  return row_ids_.num_free() > 0 && has_room(watermark_);
 }
 
 Manager::Admitted Manager::admit(const Sequence& sequence, int64_t reserve) {
   Match match;
   find_hit(sequence, reserve, match);
   row_ids_.require(1);
-  require_room(watermark_, locked_);
+  require_room(watermark_);
   const int64_t hit = match.length, target = target_of(sequence, reserve, match);
 
   // From here on only memory can run out, and that is asked for first.
@@ -308,7 +404,6 @@ Manager::Admitted Manager::admit(const Sequence& sequence, int64_t reserve) {
   grow_writes(writes);
   const LeaseId lease = tree_.lock(match);
 
-  make_room();
   int32_t number;
   row_ids_.alloc(1, &number);
   Request& request = this->request(number);
@@ -316,8 +411,9 @@ Manager::Admitted Manager::admit(const Sequence& sequence, int64_t reserve) {
   request.space.swap(space);
   request.ranges.swap(ranges);
   start(number, lease, hit, target);
+  for (size_t g = 0; g < groups_.size(); ++g) take_hit(groups_[g], g, number);  // which nobody evicts now
+  make_room();
   for (size_t g = 0; g < groups_.size(); ++g) {
-    take_hit(groups_[g], g, number);
     add_pages(groups_[g], g, number, groups_[g].math.pages_for(target));
   }
   ++admitted_;
@@ -351,7 +447,10 @@ void Manager::take_hit(Group& group, size_t g, int64_t number) {
   std::fill_n(group.owned(number), n, uint8_t{0});
   const int64_t first = live_from(group, row.committed);
   for (int64_t p = 0; p < first; ++p) entries[p] = 0;
-  for (int64_t p = first; p < n; ++p) write(group, number, p, entries[p]);
+  for (int64_t p = first; p < n; ++p) {
+    if (group.has_window()) group.readers.read(entries[p]);
+    write(group, number, p, entries[p]);
+  }
   this->first(number, g) = static_cast<int32_t>(first);
   end(number, g) = static_cast<int32_t>(n);
 }
@@ -370,17 +469,18 @@ Manager::Pending Manager::pending(const Sequence& sequence) const {
   require_tokens(sequence.tokens);
   const int64_t hit = tree_.match_length({sequence.space, {sequence.tokens.data, n - 1}, sequence.ranges});
   Pending best{0, hit};
+  const std::vector<KeyRange> no_ranges;
   for (int64_t number = 1; number <= num_rows_; ++number) {
     const Row& row = rows_[static_cast<size_t>(number)];
     const Request& request = requests_[static_cast<size_t>(number)];
     if (!row.is_running || !row.is_stored || row.reserved <= best.length || request.space != sequence.space) continue;
-    const bool has_keys = sequence.ranges != nullptr && !sequence.ranges->empty();
-    if (has_keys != !request.ranges.empty() || (has_keys && !same_keys(*sequence.ranges, request.ranges))) continue;
     const auto& prompt = request.prompt;
-    const int64_t most = std::min({n - 1, int64_t{row.reserved}, static_cast<int64_t>(prompt.size())});
+    const int64_t keys = common_keys(sequence.ranges == nullptr ? no_ranges : *sequence.ranges, request.ranges);
+    const int64_t most = std::min({n - 1, int64_t{row.reserved}, static_cast<int64_t>(prompt.size()), keys});
     const auto end = std::mismatch(prompt.begin(), prompt.begin() + most, sequence.tokens.data).first;
     const int64_t same = math_.first_slot(math_.page(end - prompt.begin()));
-    if (same > best.length) best = {number, same};
+    // What it has committed is found already, or can no longer be resumed from.
+    if (same > best.length && same > row.committed) best = {number, same};
   }
   return best;
 }
@@ -396,7 +496,11 @@ void Manager::release(Ids rows) {
       const int32_t* entries = group.entries(rows[i]);
       const uint8_t* own = group.owned(rows[i]);
       for (int64_t p = first(rows[i], g), to = end(rows[i], g); p < to; ++p) {
-        if (own[p] != 0) group.given_up.push_back(entries[p]);
+        if (own[p] != 0) {
+          group.given_up.push_back(entries[p]);
+        } else if (group.has_window()) {
+          group.readers.leaving.emplace_back(step_, entries[p]);
+        }
       }
     }
     waiting_.push_back({step_, request(rows[i]).lease});
@@ -436,7 +540,13 @@ void Manager::pass_fence(int64_t fence) {
   for (; !waiting_.empty() && waiting_.front().fence <= fence; waiting_.pop_front()) {
     tree_.release(waiting_.front().lease);
   }
-  for (Group& group : groups_) group.pages.pass_fence(fence);
+  for (Group& group : groups_) {
+    group.pages.pass_fence(fence);
+    auto& leaving = group.readers.leaving;
+    for (; !leaving.empty() && leaving.front().first <= fence; leaving.pop_front()) {
+      group.readers.leave(leaving.front().second);
+    }
+  }
   row_ids_.pass_fence(fence);
 }
 

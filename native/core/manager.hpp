@@ -1,10 +1,10 @@
-// From requests to table writes. In: tokens of requests; out: rows, and what one step changes. docs/manager.md says what
-// each call does; here is how.
+// From requests to table writes. In: tokens of requests; out: rows, and what one step changes. docs/manager.md says
+// what each call does; here is how.
 //
-// A group has a free-list and a table; one tree has a column of page ids for each page of a group that one page of the tree
-// covers. Of a row's pages, `own` says which are the row's: all others, from its first live one on, are leased in the tree. What is
-// freed waits for the fence of the step that is being planned, leases too: so whatever the tree can evict, nobody reads, and
-// room that is counted is there at once.
+// A group has a free-list and a table; one tree has a column of page ids for each page of a group that one page of the
+// tree covers. Of a row's pages, `own` says which are the row's: all others, from its first live one on, are leased in
+// the tree. What is freed waits for the fence of the step that is being planned, leases too: so whatever the tree can
+// evict, nobody reads, and room that is counted is there at once.
 //
 // Every call finds out first whether all of it can be done, for all groups and rows, and then does it.
 #pragma once
@@ -42,27 +42,55 @@ class Manager {
  public:
   Manager(std::vector<GroupSpec> groups, int64_t num_rows, int64_t max_tokens, int64_t watermark, int64_t capacity);
 
+  // Pages of a window group that are in the tree: how many running rows read each, and those that nobody reads, in the
+  // order in which the last reader went. Steps that may still read a page count until their fence has passed.
+  struct Readers {
+    explicit Readers(int64_t num_pages)
+        : count(num_pages + 1), is_cached(num_pages + 1), next(num_pages + 1), prev(num_pages + 1) {}
+    LazyArray<int32_t> count;
+    LazyArray<uint8_t> is_cached;
+    LazyArray<int32_t> next, prev;  // of those that nobody reads; 0 is the end of the ring
+    int64_t num_loose = 0;          // that nobody reads
+    int64_t num_cached = 0;
+    std::deque<std::pair<int64_t, int32_t>> leaving;  // fence, page: a reader that goes when it has passed
+
+    void add(int32_t page);     // the tree has it, and a row reads it
+    void read(int32_t page);    // one more
+    void leave(int32_t page);   // one less
+    void forget(int32_t page);  // the tree has it no longer; nobody read it
+
+   private:
+    void link(int32_t page);
+    void unlink(int32_t page);
+  };
+
   struct Group {
-    Group(GroupSpec spec, int64_t num_rows, int64_t max_tokens, int64_t offset, int first_column, int64_t step);
+    Group(GroupSpec spec, int number, int64_t num_rows, int64_t max_tokens, int64_t offset, int first_column,
+          int64_t step);
     GroupSpec spec;
+    int number;  // of the groups
     PageMath math;
     FreeList pages;
-    int64_t max_pages;  // of a row
-    int64_t offset;     // of its table in the flat one
-    int first_column;   // of the tree
-    int num_columns;    // pages of this group that a page of the tree covers
+    int64_t max_pages;         // of a row
+    int64_t offset;            // of its table in the flat one
+    int first_column;          // of the tree
+    int num_columns;           // pages of this group that a page of the tree covers
     LazyArray<int32_t> table;  // [num_rows + 1, max_pages]
     LazyArray<uint8_t> own;    // likewise: 1 if the page is the row's
     int64_t num_own = 0;
     std::vector<int32_t> sources, targets;  // page copies of the step
     std::vector<int32_t> given_up;          // scratch: ids to free
     int64_t needed = 0;                     // scratch: of a plan
+    int64_t locked = 0;                     // likewise: pages that it would take out of what can be evicted
+    Readers readers;                        // of a window
 
     int32_t* entries(int64_t row) { return table.data() + row * max_pages; }
     const int32_t* entries(int64_t row) const { return table.data() + row * max_pages; }
     uint8_t* owned(int64_t row) { return own.data() + row * max_pages; }
     const uint8_t* owned(int64_t row) const { return own.data() + row * max_pages; }
     bool has_window() const { return spec.window > 0; }
+    int64_t evictable(const PrefixTree& tree) const;
+    int64_t cached(const PrefixTree& tree) const;
   };
 
   struct Admitted {
@@ -154,10 +182,11 @@ class Manager {
   void find_hit(const Sequence& sequence, int64_t reserve, Match& match);
   int64_t target_of(const Sequence& sequence, int64_t reserve, const Match& match) const;
   // Pages that a group can have at once: free ones, and those the tree can give, less what a match would lock.
-  int64_t available(const Group& group, const std::vector<int64_t>& locked) const;
+  int64_t available(const Group& group) const;
   // Throws OutOfIds for the first group that cannot give what it `needed`, with so many to spare.
-  void require_room(int64_t spare, const std::vector<int64_t>& locked) const;
-  bool has_room(int64_t spare, const std::vector<int64_t>& locked) const;
+  void require_room(int64_t spare) const;
+  bool has_room(int64_t spare) const;
+  void clear_plan();
   // Evicts until every free-list has what its group `needed`. Room was required before.
   void make_room();
   void evict(Group& group, int64_t num_pages);
@@ -171,6 +200,9 @@ class Manager {
   void write(const Group& group, int64_t row, int64_t page, int32_t id);
 
   void take_hit(Group& group, size_t g, int64_t number);
+  void inherit(Group& group, size_t g, int64_t parent, int64_t child);
+  // What is left of a prompt that went another way.
+  void compare_prompt(int64_t number, const int32_t* tokens, int64_t n);
   int64_t live_from(const Group& group, int64_t committed) const;
   int32_t source_of(const Group& group, int32_t page) const;
   void start(int64_t number, LeaseId lease, int64_t length, int64_t reserved);
@@ -178,28 +210,28 @@ class Manager {
   void store_all(int64_t number, const int32_t* tokens, int64_t waiting, int64_t n);
   void store(int64_t number, const int32_t* tokens, int64_t num_pages);
   void give_up(int64_t number);
-  void punch(int64_t number, size_t g, int64_t begin, int64_t end);
   void free_given_up();
   void free_columns();
+  void check_readers(const Group& group, size_t g) const;
   [[noreturn]] void broken(const std::string& what) const;
 
   int64_t num_rows_, max_tokens_, watermark_;
-  PageMath math_;  // of the tree
+  PageMath math_;             // of the tree
   std::deque<Group> groups_;  // a free-list stays where it was made
   PrefixTree tree_;
   FreeList row_ids_;
-  std::vector<Row> rows_;                // [num_rows + 1]
-  std::vector<Request> requests_;        // likewise
-  std::vector<int32_t> firsts_, ends_;   // [num_rows + 1, groups]
-  LazyArray<int32_t> tails_;             // [num_rows + 1, tokens of a page of the tree]
-  std::vector<int32_t> growing_;         // scratch: rows that need pages
-  std::vector<int32_t> joined_;          // scratch: a tail and what follows it
+  std::vector<Row> rows_;               // [num_rows + 1]
+  std::vector<Request> requests_;       // likewise
+  std::vector<int32_t> firsts_, ends_;  // [num_rows + 1, groups]
+  LazyArray<int32_t> tails_;            // [num_rows + 1, tokens of a page of the tree]
+  std::vector<int32_t> growing_;        // scratch: rows that need pages
+  std::vector<int32_t> joined_;         // scratch: a tail and what follows it
   std::deque<Waiting> waiting_;
   int64_t step_ = 1;
   bool has_windows_ = false;
   std::vector<int32_t> index_, ids_;  // table writes of the step
   BitSet seen_;
-  std::vector<int64_t> no_locks_, locked_;
+  std::vector<int64_t> unlocked_;              // scratch: by column
   std::vector<std::vector<int32_t>> columns_;  // scratch of an insert or an eviction
   std::vector<Ids> column_ids_;
   int64_t admitted_ = 0, tokens_ = 0, hits_ = 0, evicted_ = 0;

@@ -9,7 +9,7 @@ namespace pagoda {
 int64_t Manager::can_reserve(Ids rows, const Counts& counts) {
   require_rows(rows);
   require_counts(rows, counts, "n");
-  for (Group& group : groups_) group.needed = 0;
+  clear_plan();
   for (int64_t i = 0; i < rows.size; ++i) {
     const Row& row = rows_[static_cast<size_t>(rows[i])];
     const int64_t to = row.reserved + counts[i];
@@ -17,7 +17,7 @@ int64_t Manager::can_reserve(Ids rows, const Counts& counts) {
     for (size_t g = 0; g < groups_.size(); ++g) {
       groups_[g].needed += std::max<int64_t>(0, groups_[g].math.pages_for(to) - end(rows[i], g));
     }
-    if (!has_room(0, no_locks_)) return i;
+    if (!has_room(0)) return i;
   }
   return rows.size;
 }
@@ -25,7 +25,7 @@ int64_t Manager::can_reserve(Ids rows, const Counts& counts) {
 void Manager::reserve(Ids rows, const Counts& counts) {
   require_rows(rows);
   require_counts(rows, counts, "n");
-  for (Group& group : groups_) group.needed = 0;
+  clear_plan();
   growing_.clear();
   for (int64_t i = 0; i < rows.size; ++i) {
     const int64_t to = row(rows[i]).reserved + counts[i];
@@ -46,7 +46,7 @@ void Manager::reserve(Ids rows, const Counts& counts) {
   if (!growing_.empty()) {
     int64_t writes = 0;
     for (const Group& group : groups_) writes += group.needed;
-    require_room(0, no_locks_);
+    require_room(0);
     grow_writes(writes);
     make_room();
   }
@@ -91,12 +91,13 @@ void Manager::commit(Ids rows, Ids tokens, const Counts& counts) {
   for (int64_t i = 0; i < rows.size; ++i) {
     Row& row = this->row(rows[i]);
     const int64_t n = counts[i], waiting = row.committed - row.stored, all = waiting + n;
+    if (row.committed < static_cast<int64_t>(request(rows[i]).prompt.size())) compare_prompt(rows[i], next, n);
     row.committed += static_cast<int32_t>(n);
     if (row.is_stored && all < math_.size()) {
       std::copy_n(next, n, tail(rows[i]) + waiting);
     } else if (all >= math_.size()) {
-      if (has_windows_) give_up(rows[i]);
       if (row.is_stored) store_all(rows[i], next, waiting, n);
+      if (has_windows_) give_up(rows[i]);
     }
     next += n;
   }
@@ -121,35 +122,31 @@ void Manager::store(int64_t number, const int32_t* tokens, int64_t n) {
   Row& row = this->row(number);
   Request& request = this->request(number);
   const int64_t first_page = math_.page(row.stored);
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    const Group& group = groups_[g];
+  for (const Group& group : groups_) {
     const int32_t* entries = group.entries(number) + first_page * group.num_columns;
-    const int64_t live = first(number, g) - first_page * group.num_columns;  // those before are holes
     for (int c = 0; c < group.num_columns; ++c) {
       const size_t column = static_cast<size_t>(group.first_column + c);
-      if (live <= 0 && group.num_columns == 1) {
+      if (group.num_columns == 1) {
         column_ids_[column] = {entries, n};
         continue;
       }
       auto& ids = columns_[column];
       ids.resize(static_cast<size_t>(n));
-      for (int64_t p = 0; p < n; ++p) {
-        const int64_t at = p * group.num_columns + c;
-        ids[static_cast<size_t>(p)] = at < live ? -1 : entries[at];
-      }
+      for (int64_t p = 0; p < n; ++p) ids[static_cast<size_t>(p)] = entries[p * group.num_columns + c];
       column_ids_[column] = {ids.data(), n};
     }
   }
-  const Sequence sequence{request.space, {tokens, math_.first_slot(n)}, request.ranges.empty() ? nullptr : &request.ranges};
+  const Sequence sequence{
+      request.space, {tokens, math_.first_slot(n)}, request.ranges.empty() ? nullptr : &request.ranges};
   const Inserted done = tree_.insert(sequence, column_ids_, &request.lease, {});
   // What the tree took is no longer the row's.
   const auto hand_over = [&](size_t g, int64_t begin, int64_t to) {
     Group& group = groups_[g];
     uint8_t* own = group.owned(number);
-    for (int64_t p = std::max<int64_t>(begin, first(number, g)); p < to; ++p) {
-      group.num_own -= own[p];
-      own[p] = 0;
-    }
+    std::fill(own + begin, own + to, uint8_t{0});
+    group.num_own -= to - begin;
+    if (!group.has_window()) return;
+    for (int64_t p = begin; p < to; ++p) group.readers.add(group.entries(number)[p]);
   };
   for (size_t g = 0; g < groups_.size(); ++g) {
     const Group& group = groups_[g];
@@ -163,46 +160,26 @@ void Manager::store(int64_t number, const int32_t* tokens, int64_t n) {
     }
   }
   row.stored += static_cast<int32_t>(math_.first_slot(n));
-  // All that its window needs is there: the lease ends where the row's pages do.
-  if (done.length != row.stored) broken("row " + text(number) + " stored " + text(done.length) + " tokens only");
 }
 
-// Pages that no query from `committed` on reads: the row's own go, those before in the tree are punched.
+// Pages that no query from `committed` on reads. The row's own go; the tree keeps its own until there is no room.
 void Manager::give_up(int64_t number) {
   for (size_t g = 0; g < groups_.size(); ++g) {
     Group& group = groups_[g];
     if (!group.has_window()) continue;
     int32_t& from = first(number, g);
     const int64_t live = std::min<int64_t>(live_from(group, row(number).committed), end(number, g));
-    if (live <= from) continue;
     const int32_t* entries = group.entries(number);
     uint8_t* own = group.owned(number);
-    bool is_leased = false;
     for (int64_t p = from; p < live; ++p) {
       if (own[p] != 0) {
         own[p] = 0;
         group.given_up.push_back(entries[p]);
       } else {
-        is_leased = true;
+        group.readers.leaving.emplace_back(step_, entries[p]);
       }
     }
-    if (is_leased) punch(number, g, from, live);
-    from = static_cast<int32_t>(live);
-  }
-}
-
-// Makes holes of a row's leased pages [begin, end) of a group.
-void Manager::punch(int64_t number, size_t g, int64_t begin, int64_t end) {
-  Group& group = groups_[g];
-  for (int c = 0; c < group.num_columns; ++c) {
-    const int64_t n = tree_.plan_punch(request(number).lease, group.first_column + c,
-                                       math_.first_slot(begin / group.num_columns),
-                                       math_.first_slot(end / group.num_columns));
-    if (n == 0) continue;
-    const size_t before = group.given_up.size();
-    group.given_up.resize(before + static_cast<size_t>(n));
-    tree_.carry_out_punch(group.given_up.data() + before);
-    group.num_own += n;  // free_given_up counts them out again
+    from = static_cast<int32_t>(std::max<int64_t>(from, live));
   }
 }
 
@@ -218,14 +195,18 @@ void Manager::fork(int64_t number, int64_t n, int32_t* rows_out) {
     throw BadArgument("row " + text(number) + " is of a dropped namespace, or reads invalid pages: release it");
   }
   row_ids_.require(n);
+  clear_plan();
   int64_t writes = 0;
   for (size_t g = 0; g < groups_.size(); ++g) {
     Group& group = groups_[g];
     const int64_t shared = math_.page(parent.stored) * group.num_columns;
+    const uint8_t* own = group.owned(number);
     group.needed = n * (group.math.pages_for(parent.committed) - shared);
+    if (group.has_window())
+      group.needed += n * std::count(own + std::min<int64_t>(first(number, g), shared), own + shared, 1);
     writes += n * group.math.pages_for(parent.committed);
   }
-  require_room(0, no_locks_);
+  require_room(0);
   grow_writes(writes);
   for (Group& group : groups_) {
     grow(group.sources, group.sources.size() + static_cast<size_t>(group.needed));
@@ -243,17 +224,52 @@ void Manager::fork(int64_t number, int64_t n, int32_t* rows_out) {
     start(child, tree_.lease_again(origin.lease), parent.stored, parent.committed);
     row(child).committed = parent.committed;
     std::copy_n(tail(number), parent.committed - parent.stored, tail(child));
-    for (size_t g = 0; g < groups_.size(); ++g) {
-      Group& group = groups_[g];
-      take_hit(group, g, child);
-      const int64_t shared = end(child, g);
-      add_pages(group, g, child, group.math.pages_for(parent.committed));
-      for (int64_t p = shared; p < end(child, g); ++p) {
-        group.sources.push_back(source_of(group, group.entries(number)[p]));
-        group.targets.push_back(group.entries(child)[p]);
-      }
-    }
+    for (size_t g = 0; g < groups_.size(); ++g) inherit(groups_[g], g, number, child);
   }
+}
+
+// Gives a continuation the pages of its parent: those of the tree are shared. Of a page that the tree had from somebody
+// else first, the tree's own is taken; windows may have lost it there, and what is not in the tree yet is the parent's
+// alone: these are copied.
+void Manager::inherit(Group& group, size_t g, int64_t parent, int64_t child) {
+  const int64_t shared = math_.page(row(parent).stored) * group.num_columns, from = first(parent, g);
+  const int64_t to = group.math.pages_for(row(parent).committed);
+  const int32_t* theirs = group.entries(parent);
+  const uint8_t* own = group.owned(parent);
+  int32_t* entries = group.entries(child);
+  if (!group.has_window()) {
+    take_hit(group, g, child);
+  } else {
+    std::fill_n(entries, from, 0);
+    std::fill_n(group.owned(child), shared, uint8_t{0});
+    first(child, g) = static_cast<int32_t>(from);
+  }
+  const auto copy = [&](int64_t p) {
+    group.pages.alloc(1, entries + p);
+    group.owned(child)[p] = 1;
+    ++group.num_own;
+    group.sources.push_back(source_of(group, theirs[p]));
+    group.targets.push_back(entries[p]);
+    write(group, child, p, entries[p]);
+  };
+  for (int64_t p = from; p < shared && group.has_window(); ++p) {
+    if (own[p] != 0) {
+      copy(p);
+      continue;
+    }
+    entries[p] = theirs[p];
+    group.readers.read(entries[p]);
+    write(group, child, p, entries[p]);
+  }
+  for (int64_t p = std::max(from, shared); p < to; ++p) copy(p);
+  end(child, g) = static_cast<int32_t>(to);
+}
+
+void Manager::compare_prompt(int64_t number, const int32_t* tokens, int64_t n) {
+  auto& prompt = request(number).prompt;
+  const int64_t at = row(number).committed, most = std::min<int64_t>(n, static_cast<int64_t>(prompt.size()) - at);
+  const auto same = std::mismatch(tokens, tokens + most, prompt.begin() + at).first - tokens;
+  if (same < most) prompt.resize(static_cast<size_t>(at + same));
 }
 
 }  // namespace pagoda

@@ -36,6 +36,7 @@ void Manager::reset() {
   for (Group& group : groups_) {
     group.pages.reset();
     group.num_own = 0;
+    group.readers = Readers(group.has_window() ? group.spec.num_pages : 0);
     group.sources.clear();
     group.targets.clear();
   }
@@ -44,6 +45,40 @@ void Manager::reset() {
 }
 
 void Manager::broken(const std::string& what) const { throw BrokenInvariant{17, what}; }
+
+// Pages of a window that are in the tree have as many readers as there are rows and steps that read them.
+void Manager::check_readers(const Group& group, size_t g) const {
+  const Readers& readers = group.readers;
+  const std::string name = "group " + group.spec.name + ": ";
+  if (!group.has_window()) return;
+  std::vector<int32_t> expected(static_cast<size_t>(group.spec.num_pages + 1));
+  for (int64_t number = 1; number <= num_rows_; ++number) {
+    if (!rows_[static_cast<size_t>(number)].is_running) continue;
+    for (int64_t p = first(number, g); p < end(number, g); ++p) {
+      if (group.owned(number)[p] == 0) ++expected[static_cast<size_t>(group.entries(number)[p])];
+    }
+  }
+  for (const auto& [fence, page] : readers.leaving) ++expected[static_cast<size_t>(page)];
+  int64_t num_cached = 0, num_loose = 0, listed = 0;
+  for (int64_t page = 1; page <= group.spec.num_pages; ++page) {
+    if (readers.count[page] != expected[static_cast<size_t>(page)]) {
+      broken(name + "page " + text(page) + " counts " + text(readers.count[page]) + " readers");
+    }
+    if (readers.count[page] > 0 && readers.is_cached[page] == 0) broken(name + "a page that is read is not cached");
+    num_cached += readers.is_cached[page];
+    num_loose += readers.is_cached[page] != 0 && readers.count[page] == 0;
+  }
+  for (int32_t page = readers.next[0]; page != 0 && listed <= num_loose; page = readers.next[page], ++listed) {
+    if (readers.is_cached[page] == 0 || readers.count[page] > 0) broken(name + "a page is listed that is read");
+  }
+  int64_t in_tree = 0;
+  for (int c = 0; c < group.num_columns; ++c) in_tree += tree_.pages(group.first_column + c).total;
+  if (num_cached != readers.num_cached || num_cached != in_tree || num_loose != readers.num_loose ||
+      listed != num_loose) {
+    broken(name + text(in_tree) + " pages are in the tree, " + text(num_cached) + " are known to be, " +
+           text(num_loose) + " are read by nobody, " + text(listed) + " are listed");
+  }
+}
 
 void Manager::check() const {
   tree_.check();
@@ -92,6 +127,7 @@ void Manager::check() const {
         ++num_own;
       }
     }
+    check_readers(group, g);
     if (num_own != group.num_own) broken(name + "rows own " + text(num_own) + " pages, counted " + text(group.num_own));
     if (num_own + num_cached != group.pages.num_held()) {
       broken(name + text(group.pages.num_held()) + " pages are held, " + text(num_cached) + " by the tree and " +

@@ -19,7 +19,7 @@ PrefixTree::PrefixTree(int64_t page_size, std::vector<int64_t> windows, bool has
       held_(windows_.size()),
       window_pages_(windows_.size()),
       sizes_{std::vector<int64_t>(windows_.size()), 0} {
-  for (int64_t window : windows_) has_windows_ = has_windows_ || window > 0;
+  for (int64_t window : windows_) (window > 0 ? has_windows_ : has_full_) = true;
   std::random_device random;  // nobody can choose tokens whose hashes collide
   seed_ = (uint64_t{random()} << 32) | random();
   const int64_t nodes = capacity / 128;
@@ -112,6 +112,7 @@ void PrefixTree::reserve(int64_t nodes, int64_t chunks) {
   }
   children_.reserve(num_nodes_ + nodes);
   runs_.reserve(chunks);
+  if (!set_of_.empty()) owners_.reserve(runs_.num_chunks() + chunks);
 }
 
 int32_t PrefixTree::new_node(int32_t parent, int64_t begin) {
@@ -227,6 +228,10 @@ int32_t PrefixTree::split(int32_t node, int64_t depth) {
   Run rest = runs_.split(low.run, at);
   up.run = low.run;
   low.run = rest;
+  if (!set_of_.empty()) {
+    note_owner(upper);
+    note_places(node, 0, std::min(runs_.pages_per_chunk(), math_.page(rest.length)));  // they may have moved
+  }
   low.begin = static_cast<int32_t>(depth);
   up.family = low.family;
   up.used = low.used;
@@ -270,7 +275,12 @@ void PrefixTree::join(int32_t upper, int32_t lower) {
   children_.replace(up.hash, upper, lower);
   low.hash = up.hash;
   std::swap(low.is_lost, up.is_lost);
+  const int64_t first = math_.page(up.run.length), pages = math_.page(low.run.length);
   low.run = runs_.join(up.run, low.run);
+  if (!set_of_.empty()) {
+    note_owner(lower);
+    note_places(lower, first, first + std::min(runs_.pages_per_chunk(), pages));
+  }
   low.begin = up.begin;
   low.parent = up.parent;
   low.next_sibling = up.next_sibling;
@@ -290,6 +300,69 @@ void PrefixTree::join(int32_t upper, int32_t lower) {
   order_.remove(upper);
   --num_nodes_;
   free_node(upper);
+}
+
+// ── where pages lie ─────────────────────────────────────────────────────────────────────────────────
+
+void PrefixTree::follow(std::vector<int> set_of, const std::vector<int64_t>& num_ids) {
+  for (int64_t n : num_ids) places_.emplace_back(n + 1);
+  set_of_ = std::move(set_of);
+}
+
+void PrefixTree::note_owner(int32_t node) {
+  const Run& run = nodes_[node].run;
+  runs_.for_places(run, 0, math_.page(run.length), [&](int32_t chunk, int64_t, int64_t) { owners_[chunk] = node; });
+}
+
+void PrefixTree::note_places(int32_t node, int64_t begin, int64_t end) {
+  runs_.for_places(nodes_[node].run, begin, end, [&](int32_t chunk, int64_t place, int64_t n) {
+    owners_[chunk] = node;
+    for (int c = 0; c < num_columns(); ++c) {
+      const int set = set_of_[static_cast<size_t>(c)];
+      if (set < 0) continue;
+      auto& places = places_[static_cast<size_t>(set)];
+      for (int64_t i = 0; i < n; ++i) {
+        const int32_t id = runs_.id_at(c, place + i);
+        if (id >= 0) places[id] = (int64_t{c} << 32) | (place + i);
+      }
+    }
+  });
+}
+
+void PrefixTree::punch_page(int set, int32_t id) {
+  const int64_t noted = places_[static_cast<size_t>(set)][id], place = noted & 0xFFFFFFFF;
+  const int column = static_cast<int>(noted >> 32);
+  const int32_t node = owners_[runs_.chunk_of(place)];
+  if (is_listened_) {
+    int64_t page = math_.page(nodes_[node].begin);
+    runs_.for_places(nodes_[node].run, 0, math_.page(nodes_[node].run.length), [&](int32_t, int64_t first, int64_t n) {
+      if (first <= place && place < first + n) {
+        TreeEvent gone =
+            event(false, node, math_.first_slot(page + place - first), math_.first_slot(page + place - first + 1));
+        for (int c = 0; c < num_columns(); ++c) {
+          if (c != column) gone.columns[static_cast<size_t>(c)][0] = -1;
+        }
+        events_.push_back(std::move(gone));
+      }
+      page += n;
+    });
+  }
+  runs_.id_at(column, place) = -1;
+  add_held(node, column, -1);
+  if (!has_full_) prune(node);
+}
+
+void PrefixTree::prune(int32_t node) {
+  while (!nodes_[node].is_root() && nodes_[node].first_child < 0 && nodes_[node].locks == 0) {
+    for (int c = 0; c < num_columns(); ++c) {
+      if (held(c, node) > 0) return;
+    }
+    const int32_t parent = nodes_[node].parent;
+    const bool is_last = nodes_[parent].is_root();  // which may go with it
+    apply({node, nodes_[node].run.length, 0});
+    if (is_last) return;
+    node = parent;
+  }
 }
 
 int64_t PrefixTree::count_held(const Run& run, int column, int64_t begin, int64_t end) const {

@@ -27,6 +27,7 @@
 #include "core/extra_keys.hpp"
 #include "core/free_list.hpp"
 #include "core/grow_array.hpp"
+#include "core/lazy_array.hpp"
 #include "core/page_math.hpp"
 #include "core/runs.hpp"
 
@@ -183,13 +184,18 @@ class PrefixTree {
   const Sizes& plan_drop(std::string_view space);
   void carry_out(const std::vector<int32_t*>& columns, int32_t* states);
 
+  // From now on knows where the pages of window columns lie: set_of[c] is the id space of column c, -1 for one that is
+  // not followed; num_ids[s] its ids. The tree has to be empty.
+  void follow(std::vector<int> set_of, const std::vector<int64_t>& num_ids);
+  // Makes a hole of a page that is followed, whoever protects it. O(1).
+  void punch_page(int set, int32_t id);
+
   // Forgets pages whose contents are bad, in columns [first, first + count), and all that continues them. What nobody
   // protects comes free, by column; the rest cannot be found any more, and is the coldest once released.
   void discard(int first, int count, const BitSet& bad, std::vector<std::vector<int32_t>>& freed);
   bool is_lost(LeaseId lease) const;
 
-  // Pages of a window column that lie in [begin, end).
-  int64_t plan_punch(LeaseId lease, int column, int64_t begin, int64_t end);
+  int64_t plan_punch(LeaseId lease, int column, int64_t end);
   void carry_out_punch(int32_t* out);
 
   // How many pages a replace of this sequence gives back a column.
@@ -294,6 +300,11 @@ class PrefixTree {
   void let_go_dropped(int32_t node);
   bool is_below_lost(int32_t node) const;
   void touch(int32_t node);
+  // Where pages [begin, end) of a node's run lie, and whose they are.
+  void note_places(int32_t node, int64_t begin, int64_t end);
+  void note_owner(int32_t node);
+  // Removes leaves that hold no page and that nobody protects, from this one upwards.
+  void prune(int32_t node);
   // Counts what a node holds in or out of the locked.
   void count_locked(int32_t node, int64_t sign);
   int64_t held(int column, int32_t node) const {
@@ -321,7 +332,6 @@ class PrefixTree {
   void cut(int32_t node, int64_t from, int64_t to);
   void apply(const Cut& cut);
   int32_t last_checkpoint(int32_t node, int64_t length) const;  // relative to its begin; 0: none
-  std::pair<int64_t, int64_t> planned_part(int32_t node) const;
   TreeEvent event(bool is_stored, int32_t node, int64_t begin, int64_t end) const;
   std::vector<int32_t> decode(const int32_t* entries, int64_t n) const;
   const std::string& space_of(int32_t node) const;
@@ -343,6 +353,10 @@ class PrefixTree {
   LeastRecentlyUsed order_;
   ExtraKeys extra_keys_;
   std::vector<GrowArray<int32_t>> held_;              // a window column: pages that are not holes, by node
+  std::vector<int> set_of_;                           // empty: nothing is followed
+  std::vector<LazyArray<int64_t>> places_;            // a set: by page id, column and place
+  GrowArray<int32_t> owners_;                         // nodes, by chunk
+  bool has_full_ = false;                             // a column without a window
   std::vector<std::vector<Checkpoint>> checkpoints_;  // with states: by node, ascending
   std::map<std::string, int32_t, std::less<>> roots_;
   std::unordered_map<int32_t, std::string> names_;  // of roots, dropped ones too
@@ -353,7 +367,7 @@ class PrefixTree {
 
   Tally tokens_, states_;
   std::vector<Tally> window_pages_;  // of window columns, by column
-  int64_t num_lost_ = 0;  // nodes that are lost
+  int64_t num_lost_ = 0;             // nodes that are lost
   int64_t num_nodes_ = 0, num_leaves_ = 0, num_leases_ = 0;
   int64_t next_number_ = 1, next_family_ = 1, next_lease_ = 1;
   int64_t now_ = 0, cold_ = 0;
@@ -370,7 +384,7 @@ class PrefixTree {
   int32_t dropped_root_ = -1;
   std::unordered_map<int32_t, std::pair<int32_t, int32_t>> planned_;  // node: tokens left, children left
   int planned_column_ = 0;
-  int64_t planned_first_ = 0, planned_pages_ = 0;
+  int64_t planned_pages_ = 0;
   std::vector<int32_t> path_;  // scratch of a call
   std::vector<const int32_t*> new_ids_;
 };

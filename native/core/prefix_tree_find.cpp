@@ -36,7 +36,8 @@ int32_t PrefixTree::find_root(std::string_view space) const {
 int32_t PrefixTree::child_of(int32_t parent, const int32_t* page, uint32_t key) const {
   const size_t bytes = static_cast<size_t>(math_.size()) * sizeof(int32_t);
   return children_.find(key, [&](int32_t node) {
-    return nodes_[node].parent == parent && !nodes_[node].is_lost && std::memcmp(runs_.first_page(nodes_[node].run), page, bytes) == 0;
+    return nodes_[node].parent == parent && !nodes_[node].is_lost &&
+           std::memcmp(runs_.first_page(nodes_[node].run), page, bytes) == 0;
   });
 }
 

@@ -112,6 +112,7 @@ void PrefixTree::fill(const Insertion& job) {
     runs_.for_pages(nodes_[hole.node].run, hole.column, page, page + 1,
                     [&](int32_t* id, int64_t) { *id = given_id(job, hole.column, hole.page); });
     add_held(hole.node, hole.column, 1);
+    if (!set_of_.empty()) note_places(hole.node, page, page + 1);
   }
 }
 
@@ -124,6 +125,8 @@ void PrefixTree::store(Insertion& job, bool grows) {
   const int64_t added = job.added();
   const int32_t* entries = job.entries + (job.present - job.base);
   runs_.append(nodes_[node].run, entries, new_ids_, added);
+  if (!set_of_.empty())
+    note_places(node, math_.page(nodes_[node].run.length - added), math_.page(nodes_[node].run.length));
   if (!extra_keys_.empty()) extra_keys_.add(entries, added);
   tokens_.total += added;
   if (nodes_[node].locks > 0) tokens_.locked += added;
@@ -152,7 +155,8 @@ void PrefixTree::add_checkpoints(const Insertion& job) {
 
 int64_t PrefixTree::settle(const Insertion& job) {
   if (job.at.node < 0) return 0;
-  const Place last = usable(job.at);
+  // Whoever follows pages protects a window by itself: its lease goes as far as its pages.
+  const Place last = set_of_.empty() ? usable(job.at) : job.at;
   if (job.lease != nullptr) {
     const int32_t node = end_at(last);
     if (node != job.lease->node) {

@@ -128,7 +128,9 @@ void PrefixTree::release(LeaseId id) {
   } else {
     let_go(lease.node);
   }
-  if (!is_root) rejoin(lease.node);
+  if (is_root) return;
+  rejoin(lease.node);
+  if (!set_of_.empty() && !has_full_) prune(lease.node);
 }
 
 void PrefixTree::copy_pages(LeaseId lease, int column, int32_t* out) const {

@@ -268,35 +268,29 @@ void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<st
   carry_out(columns, states.data());
 }
 
-// The pages of a node's run that a punch looks at.
-std::pair<int64_t, int64_t> PrefixTree::planned_part(int32_t node) const {
-  const int64_t begin = math_.page(nodes_[node].begin), end = math_.page(nodes_[node].end());
-  return {std::max<int64_t>(0, planned_first_ - begin), std::min(planned_pages_, end) - begin};
-}
-
-int64_t PrefixTree::plan_punch(LeaseId id, int column, int64_t begin, int64_t end) {
+int64_t PrefixTree::plan_punch(LeaseId id, int column, int64_t end) {
   if (!is_window(column)) throw BadArgument("column " + text(column) + " has no window: its pages are all needed");
   int32_t node = require(id).node;
   path_.clear();
   cut_events_.clear();
   planned_column_ = column;
-  planned_first_ = math_.pages_for(begin);
   planned_pages_ = math_.page(end);  // a page that reaches past `end` stays
   int64_t num = 0;
   for (; !nodes_[node].is_root() && nodes_[node].locks == 1; node = nodes_[node].parent) {
-    const auto [first, last] = planned_part(node);
-    if (nodes_[node].end() <= begin) break;
-    if (first >= last) continue;
+    const Node& at = nodes_[node];
+    const int64_t first = math_.page(at.begin);
+    if (first >= planned_pages_) continue;
     path_.push_back(node);
-    num += count_held(nodes_[node].run, column, first, last);
+    num += count_held(at.run, column, 0, std::min(planned_pages_, math_.page(at.end())) - first);
   }
   std::reverse(path_.begin(), path_.end());
   if (is_listened_) {
     for (int32_t each : path_) {
       const Node& at = nodes_[each];
-      const auto [first, last] = planned_part(each);
-      int64_t page = math_.page(at.begin) + first;
-      runs_.for_pages(at.run, column, first, last, [&](const int32_t* ids, int64_t n) {
+      const int64_t first = math_.page(at.begin);
+      int64_t page = first;
+      runs_.for_pages(at.run, column, 0, std::min(planned_pages_, math_.page(at.end())) - first,
+                      [&](const int32_t* ids, int64_t n) {
                         for (int64_t i = 0; i < n; ++i, ++page) {
                           if (ids[i] < 0) continue;
                           TreeEvent gone = event(false, each, math_.first_slot(page), math_.first_slot(page + 1));
@@ -314,9 +308,10 @@ int64_t PrefixTree::plan_punch(LeaseId id, int column, int64_t begin, int64_t en
 
 void PrefixTree::carry_out_punch(int32_t* out) {
   for (int32_t node : path_) {
-    const auto [first, last] = planned_part(node);
+    const Node& at = nodes_[node];
     int64_t punched = 0;
-    runs_.for_pages(nodes_[node].run, planned_column_, first, last, [&](int32_t* ids, int64_t n) {
+    runs_.for_pages(at.run, planned_column_, 0, std::min(planned_pages_, math_.page(at.end())) - math_.page(at.begin),
+                    [&](int32_t* ids, int64_t n) {
                       for (int64_t i = 0; i < n; ++i) {
                         if (ids[i] < 0) continue;
                         *out++ = ids[i];

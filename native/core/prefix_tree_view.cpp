@@ -144,8 +144,7 @@ void PrefixTree::check_node(int32_t index, std::vector<bool>& chunks) const {
   if (node.run.length <= 0 || math_.offset(node.run.length) != 0) broken(10, index, "it holds no whole pages");
   if (!runs_.mark(node.run, chunks)) broken(14, index, "its chunks are somebody else's, or their chain is broken");
   const int32_t* page = runs_.first_page(node.run);
-  if (node.hash != hash(node.parent, page) ||
-      (!node.is_lost && child_of(node.parent, page, node.hash) != index)) {
+  if (node.hash != hash(node.parent, page) || (!node.is_lost && child_of(node.parent, page, node.hash) != index)) {
     broken(10, index, "the table does not lead to it");
   }
   for (int c = 0; c < num_columns(); ++c) {

@@ -92,6 +92,18 @@ class RunStore {
     }
   }
 
+  // Calls each(chunk, place, n) for the stretches of pages [begin, end) of a run: `place` is where the id of its first
+  // page lies in every column.
+  template <typename Each>
+  void for_places(const Run& run, int64_t begin, int64_t end, Each each) const {
+    for_pieces(run, math_.first_slot(begin), math_.first_slot(end), [&](int32_t chunk, int64_t offset, int64_t n) {
+      each(chunk, chunk * chunk_pages_ + math_.page(offset), math_.page(n));
+    });
+  }
+  int32_t& id_at(int column, int64_t place) { return columns_[static_cast<size_t>(column)][place]; }
+  int32_t chunk_of(int64_t place) const { return static_cast<int32_t>(place / chunk_pages_); }
+  int64_t pages_per_chunk() const { return chunk_pages_; }
+
   // The same for tokens [begin, end).
   template <typename Each>
   void for_tokens(const Run& run, int64_t begin, int64_t end, Each each) const {

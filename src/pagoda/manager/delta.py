@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import ArgumentError
+from pagoda.layout.numbers import integer
 
 __all__ = ["Delta"]
 
@@ -28,7 +29,7 @@ class Delta:
     num_groups: int
 
     def __init__(self, packed: Int32, num_groups: int) -> None:
-        head = 3 + num_groups
+        head = 3 + integer(num_groups, "num_groups", 0, ArgumentError)
         if not isinstance(packed, np.ndarray) or packed.ndim != 1 or packed.dtype != np.int32 or packed.shape[0] < head:
             raise ArgumentError("packed: give the int32 array of a delta")
         sizes = packed[2:head]
