@@ -97,9 +97,7 @@ int64_t to_int(nb::handle value, const char* name, int64_t low, int64_t high) {
   return n;
 }
 
-bool is_number(nb::handle value) {
-  return PyLong_CheckExact(value.ptr()) || PyArray_IsScalar(value.ptr(), Integer);
-}
+bool is_number(nb::handle value) { return PyLong_CheckExact(value.ptr()) || PyArray_IsScalar(value.ptr(), Integer); }
 
 std::string to_text(nb::handle value, const char* name) {
   Py_ssize_t size = 0;

@@ -124,6 +124,11 @@ bool can_admit(Managed& self, nb::handle tokens, nb::handle space, nb::handle ex
   return self.core.can_admit(argument.borrow(), n);
 }
 
+int64_t hit(const Managed& self, nb::handle tokens, nb::handle space, nb::handle extra_keys) {
+  SequenceArgument argument(tokens, space, extra_keys);
+  return self.core.hit(argument.borrow());
+}
+
 nb::object admit(Managed& self, nb::handle tokens, nb::handle space, nb::handle extra_keys, nb::handle reserve) {
   SequenceArgument argument(tokens, space, extra_keys);
   const int64_t n = to_reserve(reserve);
@@ -298,6 +303,11 @@ It counts the pages that its own hit would lock. Cost: a match. Errors: as `admi
 At least one token is left to compute. `reserve` is how many tokens behind the hit get places, all if left out. The
 row is the caller's until `release`. Cost: a match, and the pages. Errors: CapacityError when rows or pages of a group
 run out; ArgumentError; OutOfRangeError for a token.)")
+      .def("hit", &hit, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
+           nb::arg("extra_keys").none() = none,
+           R"(How many of these tokens `admit` would not have to compute. Changes nothing.
+
+Cost: a match. Errors: as `admit`, but for room.)")
       .def("pending", &pending, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
            nb::arg("extra_keys").none() = none,
            R"(The running request that will have computed most of these tokens beyond what would hit, or None.

@@ -464,11 +464,14 @@ int64_t Manager::live_from(const Group& group, int64_t committed) const {
   return math_.page(std::max<int64_t>(0, whole - group.spec.window + 1)) * group.num_columns;
 }
 
+int64_t Manager::hit(const Sequence& sequence) const {
+  require_tokens(sequence.tokens);
+  return tree_.match_length({sequence.space, {sequence.tokens.data, sequence.tokens.size - 1}, sequence.ranges});
+}
+
 Manager::Pending Manager::pending(const Sequence& sequence) const {
   const int64_t n = sequence.tokens.size;
-  require_tokens(sequence.tokens);
-  const int64_t hit = tree_.match_length({sequence.space, {sequence.tokens.data, n - 1}, sequence.ranges});
-  Pending best{0, hit};
+  Pending best{0, hit(sequence)};
   const std::vector<KeyRange> no_ranges;
   for (int64_t number = 1; number <= num_rows_; ++number) {
     const Row& row = rows_[static_cast<size_t>(number)];

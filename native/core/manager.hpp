@@ -118,6 +118,7 @@ class Manager {
   // reserve: tokens behind the hit; -1: all there are.
   bool can_admit(const Sequence& sequence, int64_t reserve);
   Admitted admit(const Sequence& sequence, int64_t reserve);
+  int64_t hit(const Sequence& sequence) const;
   Pending pending(const Sequence& sequence) const;
 
   int64_t can_reserve(Ids rows, const Counts& counts);

@@ -2,12 +2,13 @@
 
 The rooms, each importing only those before it: `errors`, `layout` (what a model stores), `ids` (which ids
 are free), `tables` (which pages a row uses), `tree` (what is already computed), `kernels` (moving keys and
-values), `pools` (the tensors), `compat` (the names of public designs), `cli`. docs/layers.md has the map.
-"""
+values), `manager` (what running requests need), `pools` (the tensors), `attention` (what back ends read),
+`compat` (the names of public designs), `cli`. docs/layers.md has the map."""
 
 from importlib.metadata import version as _version
 
 from pagoda import compat, errors
+from pagoda.attention import PagedView, hnd_pages, nhd_pages, paged_attention
 from pagoda.compat import *  # noqa: F403
 from pagoda.errors import *  # noqa: F403
 from pagoda.ids import FreeList
@@ -39,7 +40,8 @@ from pagoda.layout import (
     model_config,
     model_names,
 )
-from pagoda.pools import DeviceTable, Staging, StatePart, StatePool, TokenPool
+from pagoda.manager import Admitted, Delta, GroupStats, Manager, Pending, Stats
+from pagoda.pools import DeviceTable, Pools, Staging, StatePart, StatePool, TokenPool
 from pagoda.tables import Growth, PageTable, TableWrites
 from pagoda.tree import (
     Counts,
@@ -60,15 +62,18 @@ from pagoda.tree import (
 __version__ = _version("pagoda-kv")
 
 __all__ = [
+    "Admitted",
     "Budget",
     "CompressedAttention",
     "Counts",
+    "Delta",
     "DeviceTable",
     "Entry",
     "FreeList",
     "Freed",
     "FullAttention",
     "GatedDelta",
+    "GroupStats",
     "Growth",
     "Inserted",
     "KimiDelta",
@@ -79,13 +84,17 @@ __all__ = [
     "Lightning",
     "Mamba1",
     "Mamba2",
+    "Manager",
     "Match",
     "Need",
     "NodeView",
     "PageTable",
     "PagedGroup",
+    "PagedView",
     "Pages",
     "Part",
+    "Pending",
+    "Pools",
     "PrefixTree",
     "RecurrentKind",
     "Removed",
@@ -97,6 +106,7 @@ __all__ = [
     "StateGroup",
     "StatePart",
     "StatePool",
+    "Stats",
     "Stored",
     "TableWrites",
     "Tally",
@@ -106,8 +116,11 @@ __all__ = [
     "draw_rich",
     "draw_text",
     "from_hf",
+    "hnd_pages",
     "model_config",
     "model_names",
+    "nhd_pages",
+    "paged_attention",
     *compat.__all__,
     *errors.__all__,
 ]

@@ -244,6 +244,9 @@ class ManagerCore:
         extra_keys: Sequence[ExtraKey] = (),
         reserve: int | None = None,
     ) -> Admitted: ...
+    def hit(
+        self, tokens: IdsLike, *, namespace: bytes | str = b"", extra_keys: Sequence[ExtraKey] = ()
+    ) -> int: ...
     def pending(
         self, tokens: IdsLike, *, namespace: bytes | str = b"", extra_keys: Sequence[ExtraKey] = ()
     ) -> Pending | None: ...

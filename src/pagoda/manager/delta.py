@@ -18,10 +18,9 @@ Int32 = npt.NDArray[np.int32]
 class Delta:
     """Table writes and page copies of one step.
 
-    `packed` is [step in two halves of 31 bits, writes, copies of each group …, places, ids, then sources and
-    targets of each group] int32; everything else is a view of it. Two are equal when their arrays are. Errors: ArgumentError for an array that is no
-    delta of so many groups.
-    """
+    `packed` is [step in two halves of 31 bits, writes, copies of each group …, places, ids, then sources
+    and targets of each group] int32; everything else is a view of it. Two are equal when their arrays are.
+    Errors: ArgumentError for an array that is no delta of so many groups."""
 
     __slots__ = ("num_groups", "packed")
 
@@ -30,7 +29,12 @@ class Delta:
 
     def __init__(self, packed: Int32, num_groups: int) -> None:
         head = 3 + integer(num_groups, "num_groups", 0, ArgumentError)
-        if not isinstance(packed, np.ndarray) or packed.ndim != 1 or packed.dtype != np.int32 or packed.shape[0] < head:
+        if (
+            not isinstance(packed, np.ndarray)
+            or packed.ndim != 1
+            or packed.dtype != np.int32
+            or packed.shape[0] < head
+        ):
             raise ArgumentError("packed: give the int32 array of a delta")
         sizes = packed[2:head]
         if (sizes < 0).any() or packed.shape[0] != head + 2 * int(sizes.sum()):

@@ -18,14 +18,14 @@ __all__ = ["Manager"]
 class Manager(ManagerCore):
     """Plans the memory of running requests: rows, pages, what is already computed; never touches a tensor.
 
-    `layout` says which groups there are, `capacity` how many pages each has (`Budget.capacity()`), `num_rows` how many
-    requests run at once, `max_tokens` how long one gets. `watermark` pages of each group are out of reach of `admit`, so
-    that running requests can grow. Every call does all it says or raises and changes nothing; each adds to the
-    step's delta, which `take_delta` gives. Several threads may call.
+    `layout` says which groups there are, `capacity` how many pages each has (`Budget.capacity()`),
+    `num_rows` how many requests run at once, `max_tokens` how long one gets. `watermark` pages of each
+    group are out of reach of `admit`, so that running requests can grow. Every call does all it says or
+    raises and changes nothing; each adds to the step's delta, which `take_delta` gives. Several threads may
+    call.
 
-    Memory: 5 bytes for each page that a row can have, as it is used, and the tree's. Errors: ConfigError, also for layouts
-    with states or sinks, which are not planned yet.
-    """
+    Memory: 5 bytes for each page that a row can have, as it is used, and the tree's. Errors: ConfigError,
+    also for layouts with states or sinks, which are not planned yet."""
 
     layout: Layout
     num_groups: int
@@ -60,7 +60,8 @@ class Manager(ManagerCore):
 
     @property
     def table_shapes(self) -> dict[str, tuple[int, int]]:
-        """[num_rows + 1, max_pages] of each group's table, in the order in which the flat table has them. O(groups)."""
+        """[num_rows + 1, max_pages] of each group's table, in the order in which the flat table has them.
+        O(groups)."""
         return {
             group.name: (self.num_rows + 1, -(-self.max_tokens // group.page_tokens))
             for group in self.layout.paged_groups
