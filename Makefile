@@ -8,6 +8,7 @@ INSTALLED := .venv/.installed
 PEER_PYTHON ?= python3.11
 PEERS := build/peers
 SGLANG := sglang-0.5.23
+VLLM := vllm-0.32.0
 
 .PHONY: help run demo test test-gpu check format bench bench-peers plots models clean
 .DEFAULT_GOAL := help
@@ -38,8 +39,9 @@ format: $(INSTALLED) ## make the formatters happy
 bench: $(INSTALLED) ## the figures of docs/figures.md, as tables and JSON under bench/results
 	$(BIN)/python -m bench
 
-bench-peers: $(PEERS)/.installed ## our prefix tree beside SGLang's, one workload; needs Python 3.11
+bench-peers: $(PEERS)/.installed ## our tree beside SGLang's, our manager beside vLLM's; needs Python 3.11
 	SGLANG_SRC=$(CURDIR)/$(PEERS)/$(SGLANG) $(PEERS)/venv/bin/python -m bench.radix --repeat 2 --evict-leaves 1000,40000
+	VLLM_SRC=$(CURDIR)/$(PEERS)/$(VLLM) $(PEERS)/venv/bin/python -m bench.blocks --repeat 3
 
 plots: $(INSTALLED) ## docs/plots, drawn from bench/results
 	$(BIN)/python -m pip install -q -c constraints.txt matplotlib
@@ -66,13 +68,17 @@ $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE)
 	@touch $@
 
 # Pagoda is installed beside the peers, so that both run in one interpreter with one torch.
-$(PEERS)/.installed: bench/radix/requirements.txt pyproject.toml constraints.txt CMakeLists.txt $(NATIVE) $(shell find src -name '*.py')
+$(PEERS)/.installed: bench/radix/requirements.txt bench/blocks/requirements.txt pyproject.toml constraints.txt CMakeLists.txt $(NATIVE) $(shell find src -name '*.py')
 	test -x $(PEERS)/venv/bin/python || $(PEER_PYTHON) -m venv $(PEERS)/venv
 	$(PEERS)/venv/bin/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja numpy torch \
-		-r bench/radix/requirements.txt
+		-r bench/radix/requirements.txt -r bench/blocks/requirements.txt
 	$(PEERS)/venv/bin/python -m pip install -q --no-build-isolation --no-deps -C build-dir=$(PEERS)/native .
 	test -d $(PEERS)/$(SGLANG) || { \
 		$(PEERS)/venv/bin/python -m pip download -q --no-deps -d $(PEERS) $(subst -,==,$(SGLANG)) && \
 		$(PEERS)/venv/bin/python -m zipfile -e $(PEERS)/$(SGLANG)-*.whl $(PEERS)/$(SGLANG).part && \
 		mv $(PEERS)/$(SGLANG).part $(PEERS)/$(SGLANG); }
+	test -d $(PEERS)/$(VLLM) || { \
+		$(PEERS)/venv/bin/python -m pip download -q --no-deps -d $(PEERS) $(subst -,==,$(VLLM)) && \
+		$(PEERS)/venv/bin/python -m bench.blocks.vllm_stub $(PEERS)/$(VLLM)-*.whl $(PEERS)/$(VLLM).part && \
+		mv $(PEERS)/$(VLLM).part $(PEERS)/$(VLLM); }
 	@touch $@
