@@ -21,7 +21,6 @@ NUM_ROWS = 512
 class Adapter:
     name = "base"
     num_windows = 0  # window groups beside the full one
-    keeps_windows = True  # pages that left a window can still be hit
 
     def __init__(self, num_pages: int, page: int) -> None:
         """`num_pages` for each group."""
@@ -89,7 +88,6 @@ class Pagoda(Adapter):
     """`pagoda.manager.Manager`. A request is a step of its own: its delta is taken and its fence passes."""
 
     name = "pagoda"
-    keeps_windows = False
 
     def __init__(self, num_pages: int, page: int) -> None:
         from pagoda.errors import CapacityError

@@ -33,7 +33,6 @@ def run_one(
 ) -> dict[str, Any]:
     make = load_adapter(spec)
     result: dict[str, Any] = {"impl": make.name, "page": page, "groups": make.num_windows + 1}
-    result["keeps_windows"] = make.keeps_windows
     if "memory" in scenarios:  # first: in a clean heap
         run_memory(make, page, result)
     work = workload.make(seed, scale)
@@ -103,7 +102,7 @@ class Requests:
 
 
 def expected_of(make: type[Adapter], page: int) -> Expected:
-    return Expected(page, WINDOW if make.num_windows else 0, keeps=make.keeps_windows)
+    return Expected(page, WINDOW if make.num_windows else 0)
 
 
 def run_admit(make: type[Adapter], work: Workload, page: int, result: dict[str, Any]) -> None:

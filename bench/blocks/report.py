@@ -42,14 +42,14 @@ def best_of(tries: list[Row]) -> Row:
 def answers_differ(rows: list[Row]) -> list[str]:
     """Scenarios with a wrong answer, or with two different ones where they have to be the same.
 
-    One difference is meant and shown as hit rates: whether pages that left a window can still be hit.
+    One difference is meant and shown as hit rates: what is evicted first where there are windows.
     """
     found = set()
     answers: dict[tuple[Any, ...], str] = {}
     for row in (row for row in rows if "error" not in row):
         for name, digest in row["digests"].items():
-            is_meant = row["groups"] > 1 and name in ("admit", "look up", "evict")
-            kind = (name, row["groups"], row["keeps_windows"] if is_meant else None)
+            is_meant = row["groups"] > 1 and name == "evict"
+            kind = (name, row["groups"], _is_ours(row) if is_meant else None)
             if "wrong" in digest or digest != answers.setdefault(kind, digest):
                 found.add(name)
     return sorted(found)

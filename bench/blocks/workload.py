@@ -61,13 +61,12 @@ def make(seed: int = 0, scale: float = 1.0) -> Workload:
 class Expected:
     """The hits of requests that run one after the other, in whole pages, at least one token left to compute.
 
-    A hit needs all its pages in the full group and, of a window, those the next query reads. `keeps`: pages
-    that left a window can still be hit; otherwise a request gives them up when it commits, all but those that
-    a next turn of it reads.
+    A hit needs all its pages in the full group and, of a window, those the next query reads. Pages that left
+    a window can still be hit.
     """
 
-    def __init__(self, page: int, window: int = 0, *, keeps: bool = True) -> None:
-        self.page, self.window, self.keeps = page, window, keeps
+    def __init__(self, page: int, window: int = 0) -> None:
+        self.page, self.window = page, window
         self.full: set[bytes] = set()
         self.windowed: set[bytes] = set()
 
@@ -80,9 +79,7 @@ class Expected:
         names = self._names(tokens)
         hit = self._hit(names, len(tokens))
         self.full.update(names)
-        live = 0 if self.keeps else self._live(len(names) * self.page)
-        self.windowed.difference_update(names[self._live(hit * self.page) : min(live, hit)])
-        self.windowed.update(names[max(live, hit) :])
+        self.windowed.update(names[hit:])
         return hit * self.page
 
     def _hit(self, names: list[bytes], num_tokens: int) -> int:

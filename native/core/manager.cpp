@@ -370,7 +370,7 @@ void Manager::find_hit(const Sequence& sequence, int64_t reserve, Match& match) 
     for (int c = group.first_column; c < group.first_column + group.num_columns; ++c) {
       auto& ids = columns_[static_cast<size_t>(c)];
       ids.resize(static_cast<size_t>(tree_pages));
-      tree_.copy_pages(match, c, ids.data());
+      tree_.copy_pages(match, c, first, ids.data());
       for (int64_t p = first; p < tree_pages; ++p)
         group.locked += group.readers.count[ids[static_cast<size_t>(p)]] == 0;
     }
@@ -433,20 +433,20 @@ void Manager::take_hit(Group& group, size_t g, int64_t number) {
   const Row& row = this->row(number);
   const LeaseId lease = request(number).lease;
   const int64_t tree_pages = math_.page(row.stored), n = tree_pages * group.num_columns;
+  const int64_t first = live_from(group, row.committed), tree_first = first / group.num_columns;
   int32_t* entries = group.entries(number);
   if (group.num_columns == 1) {
-    tree_.copy_pages(lease, group.first_column, entries);
+    tree_.copy_pages(lease, group.first_column, first, entries);
   } else {
     for (int c = 0; c < group.num_columns; ++c) {
       auto& ids = columns_[static_cast<size_t>(group.first_column + c)];
       ids.resize(static_cast<size_t>(tree_pages));
-      tree_.copy_pages(lease, group.first_column + c, ids.data());
-      for (int64_t p = 0; p < tree_pages; ++p) entries[p * group.num_columns + c] = ids[static_cast<size_t>(p)];
+      tree_.copy_pages(lease, group.first_column + c, tree_first, ids.data());
+      for (int64_t p = tree_first; p < tree_pages; ++p) entries[p * group.num_columns + c] = ids[static_cast<size_t>(p)];
     }
   }
   std::fill_n(group.owned(number), n, uint8_t{0});
-  const int64_t first = live_from(group, row.committed);
-  for (int64_t p = 0; p < first; ++p) entries[p] = 0;
+  std::fill_n(entries, first, 0);
   for (int64_t p = first; p < n; ++p) {
     if (group.has_window()) group.readers.read(entries[p]);
     write(group, number, p, entries[p]);

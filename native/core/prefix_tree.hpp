@@ -155,7 +155,9 @@ class PrefixTree {
   void match(const Sequence& sequence, Match& match, int32_t* ids) const;
   int64_t match_length(const Sequence& sequence) const;
   // The page ids of a match that was made just now: [length / page_size].
-  void copy_pages(const Match& match, int column, int32_t* out) const;
+  void copy_pages(const Match& match, int column, int32_t* out) const { copy_pages(match, column, 0, out); }
+  // Those from page `first` on; out takes all of them.
+  void copy_pages(const Match& match, int column, int64_t first, int32_t* out) const;
 
   LeaseId lock(const Match& match);
   // Another lease that ends where this one does.
@@ -167,7 +169,8 @@ class PrefixTree {
   bool is_held(LeaseId lease) const;
   int64_t length(LeaseId lease) const;
   int32_t state_id(LeaseId lease) const;  // of the checkpoint where it ends; -1: none
-  void copy_pages(LeaseId lease, int column, int32_t* out) const;
+  void copy_pages(LeaseId lease, int column, int32_t* out) const { copy_pages(lease, column, 0, out); }
+  void copy_pages(LeaseId lease, int column, int64_t first, int32_t* out) const;
 
   // lease: null for none. columns: one entry a column.
   Inserted insert(const Sequence& sequence, const std::vector<Ids>& columns, const LeaseId* lease,

@@ -151,14 +151,13 @@ int64_t PrefixTree::match_length(const Sequence& sequence) const {
   return place.node < 0 ? 0 : usable(place).depth;
 }
 
-void PrefixTree::copy_pages(const Match& match, int column, int32_t* out) const {
-  int64_t begin = 0;
-  for (int64_t i = 0; i < match.path.size(); ++i) {
+void PrefixTree::copy_pages(const Match& match, int column, int64_t first, int32_t* out) const {
+  for (int64_t i = match.path.size(); i-- > 0;) {
     const Step& step = match.path[i];
-    const int64_t n = math_.page(step.end - begin);
-    runs_.copy_pages(nodes_[step.node].run, column, 0, n, out);
-    out += n;
-    begin = step.end;
+    const int64_t begin = i == 0 ? 0 : math_.page(match.path[i - 1].end), end = math_.page(step.end);
+    const int64_t from = std::max(first, begin);
+    if (from < end) runs_.copy_pages(nodes_[step.node].run, column, from - begin, end - begin, out + from);
+    if (begin <= first) return;
   }
 }
 

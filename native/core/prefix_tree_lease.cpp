@@ -133,10 +133,12 @@ void PrefixTree::release(LeaseId id) {
   if (!set_of_.empty() && !has_full_) prune(lease.node);
 }
 
-void PrefixTree::copy_pages(LeaseId lease, int column, int32_t* out) const {
+void PrefixTree::copy_pages(LeaseId lease, int column, int64_t first, int32_t* out) const {
   for (int32_t node = require(lease).node; !nodes_[node].is_root(); node = nodes_[node].parent) {
     const Node& at = nodes_[node];
-    runs_.copy_pages(at.run, column, 0, math_.page(at.run.length), out + math_.page(at.begin));
+    const int64_t begin = math_.page(at.begin), end = math_.page(at.end()), from = std::max(first, begin);
+    if (from < end) runs_.copy_pages(at.run, column, from - begin, end - begin, out + from);
+    if (begin <= first) return;
   }
 }
 
