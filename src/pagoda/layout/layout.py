@@ -14,7 +14,7 @@ from pagoda.errors import ArgumentError, ConfigError
 from pagoda.layout.groups import PagedGroup, StateGroup, form_groups
 from pagoda.layout.kinds import Kind, SharedAttention
 from pagoda.layout.numbers import count, integer
-from pagoda.layout.sizing import Budget, Mix, divide, longest_request, max_requests
+from pagoda.layout.sizing import Budget, Mix, divide, longest_request, max_requests, memory_for
 
 __all__ = ["Layout", "Need"]
 
@@ -209,13 +209,20 @@ class Layout:
         """
         return max_requests(self._groups, memory, length, chunk, checkpoints)
 
-    def longest_request(self, memory: int | str, *, chunk: int = 1) -> int | None:
+    def memory_for(self, requests: int, length: int, *, chunk: int = 1, checkpoints: int = 0) -> int:
+        """Bytes in which so many requests of `length` tokens fit at once, padding included. O(groups).
+
+        Arguments as for `divide`. Errors: ConfigError.
+        """
+        return memory_for(self._groups, requests, length, chunk, checkpoints)
+
+    def longest_request(self, memory: int | str, *, chunk: int = 1, checkpoints: int = 0) -> int | None:
         """Tokens of the longest request that fits by itself; None when any does, 0 when none. O(groups ×
         log memory).
 
         Errors: ConfigError.
         """
-        return longest_request(self._groups, memory, chunk)
+        return longest_request(self._groups, memory, chunk, checkpoints)
 
     def _number(self, layer: int) -> int:
         number = integer(layer, "layer", 0, ArgumentError)

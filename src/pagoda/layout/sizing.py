@@ -16,10 +16,10 @@ from pagoda.errors import ConfigError
 from pagoda.layout.groups import PagedGroup, StateGroup
 from pagoda.layout.numbers import count, num_bytes, show_bytes
 
-__all__ = ["Budget", "Groups", "Mix", "Share", "divide", "longest_request", "max_requests"]
+__all__ = ["Budget", "Groups", "Mix", "Share", "divide", "longest_request", "max_requests", "memory_for"]
 
 Groups: TypeAlias = Sequence[PagedGroup | StateGroup]
-Mix: TypeAlias = Mapping[int, float] | Sequence[int] | int
+Mix: TypeAlias = Mapping[int, float | Fraction] | Mapping[int, int] | Sequence[int] | int
 
 _ENDLESS = 2**62  # tokens: longer than any request
 
@@ -76,7 +76,7 @@ def divide(groups: Groups, memory: int | str, mix: Mix, chunk: int, checkpoints:
     if least > memory_bytes:
         longest = max(weights)
         raise ConfigError(
-            f"a request of {longest:,} tokens needs {show_bytes(least)} of cache, "
+            f"a request of {longest:,} tokens needs {show_bytes(least)} of cache ({least:,} B), "
             f"and there are {show_bytes(memory_bytes)}: give more memory or shorter requests"
         )
 
@@ -95,18 +95,24 @@ def divide(groups: Groups, memory: int | str, mix: Mix, chunk: int, checkpoints:
 def max_requests(groups: Groups, memory: int | str, length: int, chunk: int, checkpoints: int) -> int:
     """As `Layout.max_requests`."""
     memory_bytes = num_bytes(memory)
-    demands = _demands(groups, {count(length, "length"): Fraction(1)}, chunk, checkpoints)
-    once = sum(demand.extra * demand.group.unit_bytes for demand in demands)
-    each = sum(demand.longest * demand.group.unit_bytes for demand in demands)
+    once = memory_for(groups, 0, length, chunk, checkpoints)
+    each = memory_for(groups, 1, length, chunk, checkpoints) - once
     return max(0, (memory_bytes - once) // each)
 
 
-def longest_request(groups: Groups, memory: int | str, chunk: int) -> int | None:
+def memory_for(groups: Groups, requests: int, length: int, chunk: int, checkpoints: int) -> int:
+    """As `Layout.memory_for`."""
+    count(requests, "requests", low=0)
+    demands = _demands(groups, {count(length, "length"): Fraction(1)}, chunk, checkpoints)
+    return sum((demand.extra + requests * demand.longest) * demand.group.unit_bytes for demand in demands)
+
+
+def longest_request(groups: Groups, memory: int | str, chunk: int, checkpoints: int) -> int | None:
     """As `Layout.longest_request`."""
     memory_bytes = num_bytes(memory)
 
     def fits(length: int) -> bool:
-        return max_requests(groups, memory_bytes, length, chunk, checkpoints=0) > 0
+        return max_requests(groups, memory_bytes, length, chunk, checkpoints) > 0
 
     if not fits(1):
         return 0

@@ -15,7 +15,9 @@ from pagoda.layout.configs.fields import Fields
 from pagoda.layout.configs.readers import Options
 from pagoda.layout.kinds import Kind
 
-__all__ = ["FAMILIES", "Family"]
+__all__ = ["CONTEXTS", "FAMILIES", "Family"]
+
+MAX_LAYERS = 10_000  # a config with more is no config
 
 Types = Callable[[Fields], list[str]]
 Reader = Callable[[Fields, Options], Kind]
@@ -42,7 +44,7 @@ class Family:
 
 
 def num_layers(fields: Fields) -> int:
-    return fields.integer("num_hidden_layers", "n_layer", "num_layers")
+    return fields.integer("num_hidden_layers", "n_layer", "num_layers", high=MAX_LAYERS)
 
 
 def listed(otherwise: Types) -> Types:
@@ -50,7 +52,7 @@ def listed(otherwise: Types) -> Types:
 
     def types(fields: Fields) -> list[str]:
         for name in ("layer_types", "layers_block_type"):
-            found = fields.list(name)
+            found = fields.items(name)
             if found is not None:
                 return [ALSO.get(str(each), str(each)) for each in found]
         return otherwise(fields)
@@ -86,6 +88,35 @@ def sliding_from_layer(fields: Fields) -> list[str]:
     return ["sliding_attention" if is_on and i >= first else "full_attention" for i in range(n)]
 
 
+def sliding_every_other(fields: Fields) -> list[str]:
+    """Every other layer before `max_window_layers` slides, if the config switches it on (Qwen2-MoE)."""
+    is_on = fields.get("use_sliding_window") is True
+    last = fields.integer("max_window_layers", low=0)
+    n = num_layers(fields)
+    return ["sliding_attention" if is_on and i % 2 == 0 and i < last else "full_attention" for i in range(n)]
+
+
+def has_positions(fields: Fields) -> list[bool]:
+    """Which layers rotate their keys: a list that says 1 for each that does, or all but the last of each
+    `no_rope_layer_interval`."""
+    given = fields.items("no_rope_layers")
+    if given:
+        return [bool(each) for each in given]
+    step = fields.integer("no_rope_layer_interval", default=4)
+    return [(i + 1) % step != 0 for i in range(num_layers(fields))]
+
+
+def llama4(fields: Fields) -> list[str]:
+    """Layers with positions attend within chunks."""
+    return ["chunked_attention" if each else "full_attention" for each in has_positions(fields)]
+
+
+def smollm3(fields: Fields) -> list[str]:
+    """Layers without positions slide, if the config switches it on."""
+    is_on = fields.get("use_sliding_window") is True and fields.has("sliding_window")
+    return ["sliding_attention" if is_on and not each else "full_attention" for each in has_positions(fields)]
+
+
 def gemma3(fields: Fields) -> list[str]:
     return every(6, "full_attention", "sliding_attention", "sliding_window_pattern")(fields)
 
@@ -95,7 +126,7 @@ def full_at(name: str, others: str) -> Types:
 
     def types(fields: Fields) -> list[str]:
         n = num_layers(fields)
-        given = fields.list(name)
+        given = fields.integers(name)
         full = set(range(n) if given is None and others == "conv" else given or [])
         return ["full_attention" if i in full else others for i in range(n)]
 
@@ -112,7 +143,7 @@ def kimi(fields: Fields) -> list[str]:
     """Checkpoints list their layers, counted from 1."""
     n = num_layers(fields)
     own = fields.inner("linear_attn_config")
-    full = own.list("full_attn_layers") if own is not None else None
+    full = own.integers("full_attn_layers") if own is not None else None
     if full is None:
         return ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(n)]
     return ["full_attention" if i + 1 in full else "linear_attention" for i in range(n)]
@@ -120,7 +151,7 @@ def kimi(fields: Fields) -> list[str]:
 
 def minimax(fields: Fields) -> list[str]:
     """0 is lightning attention, 1 full attention."""
-    given = fields.list("attn_type_list")
+    given = fields.integers("attn_type_list")
     if given is not None:
         return [{0: "linear_attention", 1: "full_attention"}.get(each, str(each)) for each in given]
     return every(2, "linear_attention", "full_attention")(fields)
@@ -133,19 +164,21 @@ def zamba2(fields: Fields) -> list[str]:
 
 
 def nemotron_h(fields: Fields) -> list[str]:
-    pattern = fields.get("hybrid_override_pattern")
+    """A letter a layer; without, the four layers that the config class takes."""
+    pattern = fields.get("hybrid_override_pattern") or "ME*-"
     if not isinstance(pattern, str):
-        raise fields.error("it has no layers_block_type or hybrid_override_pattern")
+        raise fields.error(f"hybrid_override_pattern should be letters, not {str(pattern)[:40]!r}")
     names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
     return [names.get(letter, letter) for letter in pattern]
 
 
 def deepseek_v4(fields: Fields) -> list[str]:
-    """A ratio a layer; what follows the last layer belongs to layers that predict further tokens."""
+    """A ratio a layer; what follows the last layer belongs to layers that predict further tokens. Without,
+    two layers of the highest ratio, then both in turn."""
     n = num_layers(fields)
-    ratios = fields.list("compress_ratios")
+    ratios = fields.integers("compress_ratios")
     if ratios is None:
-        raise fields.error("it has no layer_types or compress_ratios")
+        ratios = [128 if i < 2 or i % 2 == 0 else 4 for i in range(n)]
     names = {
         0: "sliding_attention",
         4: "compressed_sparse_attention",
@@ -196,7 +229,6 @@ _BAMBA: dict[str, Any] = {
 }
 _WINDOW: dict[str, Any] = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
-_full = listed(all_of("full_attention"))
 _sliding = listed(sliding_if_given)
 _delta = listed(every(4, "full_attention", "linear_attention", "full_attention_interval"))
 _deepseek_v3 = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -208,7 +240,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(sliding_if_given, SLIDING, _sizes(32, 4096, 32, 8)),
     "ministral": Family(_sliding, SLIDING, _sizes(32, 4096, 32, 8, sliding_window=4096)),
     "qwen2": Family(listed(sliding_from_layer), SLIDING, _sizes(32, 4096, 32, 32, **_WINDOW)),
-    "qwen2_moe": Family(listed(sliding_from_layer), SLIDING, _sizes(24, 2048, 16, 16, **_WINDOW)),
+    "qwen2_moe": Family(listed(sliding_every_other), SLIDING, _sizes(24, 2048, 16, 16, **_WINDOW)),
     "qwen3": Family(listed(sliding_from_layer), SLIDING, _sizes(32, 4096, 32, 32, head_dim=128, **_WINDOW)),
     "qwen3_moe": Family(
         _sliding, SLIDING, _sizes(24, 2048, 32, 4, use_sliding_window=False, sliding_window=4096)
@@ -231,7 +263,7 @@ FAMILIES: dict[str, Family] = {
         _sizes(36, 2880, 64, 8, head_dim=64, sliding_window=128),
     ),
     "llama4_text": Family(
-        listed(every(4, "full_attention", "chunked_attention")),
+        listed(llama4),
         {**FULL, "chunked_attention": (readers.chunked,)},
         _sizes(48, 5120, 40, 8, head_dim=128, attention_chunk_size=8192),
     ),
@@ -247,7 +279,7 @@ FAMILIES: dict[str, Family] = {
         SLIDING,
         _sizes(32, 4096, 32, sliding_window=4096),
     ),
-    "smollm3": Family(_full, SLIDING, _sizes(36, 2048, 16, 4)),
+    "smollm3": Family(listed(smollm3), SLIDING, _sizes(36, 2048, 16, 4)),
     "granite": Family(all_of("full_attention"), FULL, _sizes(32, 4096, 32)),
     "glm4_moe": Family(all_of("full_attention"), FULL, _sizes(46, 4096, 96, 8)),
     "minimax_m2": Family(all_of("full_attention"), FULL, _sizes(62, 3072, 48, 8, head_dim=128)),
@@ -326,7 +358,7 @@ FAMILIES: dict[str, Family] = {
     "falcon_h1": Family(all_of("hybrid"), BOTH, _sizes(32, 4096, 32, 8, **_BAMBA, mamba_d_ssm=1024)),
     "zamba2": Family(
         listed(zamba2),
-        BOTH,
+        {**MAMBA2, "hybrid": (readers.wide_attention, readers.mamba2)},
         _sizes(54, 2560, 32, **_MAMBA, n_mamba_heads=8, mamba_ngroups=1, mamba_d_state=64),
     ),
     "nemotron_h": Family(
@@ -341,4 +373,20 @@ FAMILIES: dict[str, Family] = {
             "conv_kernel": 4,
         },
     ),
+}
+
+# The longest context where a config does not say: what its class says.
+CONTEXTS = {
+    **dict.fromkeys(("llama", "olmo2", "olmo3", "granite", "granitemoehybrid", "deepseek_v2"), 2048),
+    **dict.fromkeys(("phi3", "deepseek_v3", "zamba2", "nemotron_h"), 4096),
+    **dict.fromkeys(("gemma", "gemma2", "cohere2", "falcon_h1"), 8192),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), 32768),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "gemma3n_text", "smollm3"), 32768),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), 128000),
+    **dict.fromkeys(("mistral", "mixtral", "ministral", "gemma3_text", "gpt_oss"), 131072),
+    **dict.fromkeys(("llama4_text", "glm4_moe", "minimax"), 131072),
+    "deepseek_v32": 163840,
+    "minimax_m2": 196608,
+    **dict.fromkeys(("jamba", "bamba"), 262144),
+    **dict.fromkeys(("deepseek_v4", "kimi_linear"), 1048576),
 }

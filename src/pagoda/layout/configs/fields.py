@@ -23,7 +23,7 @@ class Fields:
     def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
         self._values = values
         self.model_type = str(values.get("model_type") or "")
-        self.where = where or f"a config of {self.model_type or 'no model_type'}"
+        self.where = where or f"a config of {_shown(self.model_type) if self.model_type else 'no model_type'}"
 
     @staticmethod
     def read(config: Any) -> Fields:
@@ -53,6 +53,10 @@ class Fields:
                 return Fields(inner).text()
         return self
 
+    def as_type(self, model_type: str) -> Fields:
+        """The same fields, read as another type of model."""
+        return Fields({**self._values, "model_type": model_type})
+
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
         """The same fields, and defaults for those that are missing; a null stays a null."""
         return Fields({**defaults, **self._values}, self.where)
@@ -63,15 +67,15 @@ class Fields:
     def get(self, name: str) -> Any:
         return self._values.get(name)
 
-    def integer(self, *names: str, default: int | None = None, low: int = 1) -> int:
-        """The first of several names that is there, as an integer of at least `low`."""
+    def integer(self, *names: str, default: int | None = None, low: int = 1, high: int = _LARGEST) -> int:
+        """The first of several names that is there, as an integer from `low` to `high`."""
         for name in names:
             value = self._values.get(name)
             if value is None:
                 continue
             whole = int(value) if isinstance(value, float) and value.is_integer() else value
-            if isinstance(whole, bool) or not isinstance(whole, int) or not low <= whole <= _LARGEST:
-                raise self.error(f"{name} should be an integer of at least {low}, not {str(value)[:40]!r}")
+            if isinstance(whole, bool) or not isinstance(whole, int) or not low <= whole <= high:
+                raise self.error(f"{name} should be an integer from {low} to {high}, not {_shown(value)}")
             return whole
         if default is None:
             raise self.error(f"it has no {' or '.join(names)}")
@@ -82,23 +86,31 @@ class Fields:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _LARGEST:
-            raise self.error(f"{name} should be a number above 0, not {str(value)[:40]!r}")
+            raise self.error(f"{name} should be a number above 0, not {_shown(value)}")
         return value
 
-    def list(self, name: str) -> list[Any] | None:
+    def items(self, name: str) -> list[Any] | None:
         value = self._values.get(name)
         if value is None:
             return None
         if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-            raise self.error(f"{name} should be a list, not {str(value)[:40]!r}")
+            raise self.error(f"{name} should be a list, not {_shown(value)}")
         return list(value)
+
+    def integers(self, name: str) -> list[int] | None:
+        """A list of integers."""
+        found = self.items(name)
+        for each in found or ():
+            if isinstance(each, bool) or not isinstance(each, int):
+                raise self.error(f"{name} should be a list of integers, and has {_shown(each)}")
+        return found
 
     def inner(self, name: str) -> Fields | None:
         value = self._values.get(name)
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            raise self.error(f"{name} should be an object, not {str(value)[:40]!r}")
+            raise self.error(f"{name} should be an object, not {_shown(value)}")
         return Fields(value, f"{name} of {self.where}")
 
     def error(self, what: str) -> ConfigError:
@@ -107,15 +119,28 @@ class Fields:
 
 def _load(path: Path) -> Mapping[str, Any]:
     """The object in a config.json, or in the one of a folder."""
-    file = path / "config.json" if path.is_dir() else path
+    shown = _shown(path, 200)
     try:
-        if file.stat().st_size > _LARGEST_FILE:
-            raise ConfigError(f"{file} is too large to be a config.json")
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as missing:
-        raise ConfigError(f"{file} cannot be read: {missing.strerror}: give a config.json") from None
+        file = path / "config.json" if path.is_dir() else path
+        shown = _shown(file, 200)
+        if file.exists() and not file.is_file():
+            raise ConfigError(f"{shown} is no regular file: give a config.json")
+        with file.open("rb") as opened:
+            text = opened.read(_LARGEST_FILE + 1)
+    except (OSError, ValueError) as missing:  # ValueError: a path with a NUL in it
+        reason = getattr(missing, "strerror", None) or missing
+        raise ConfigError(f"{shown} cannot be read: {reason}: give a config.json") from None
+    if len(text) > _LARGEST_FILE:
+        raise ConfigError(f"{shown} is too large to be a config.json")
+    try:
+        values = json.loads(text)
     except (ValueError, RecursionError) as broken:
-        raise ConfigError(f"{file} is no JSON: {str(broken)[:100]}") from None
+        raise ConfigError(f"{shown} is no JSON: {str(broken)[:100]}") from None
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{file} holds no JSON object: give a config.json")
+        raise ConfigError(f"{shown} holds no JSON object: give a config.json")
     return values
+
+
+def _shown(value: object, most: int = 40) -> str:
+    """A value in a message: quoted, on one line, cut."""
+    return repr(str(value)[:most])

@@ -48,6 +48,7 @@ __all__ = [
     "ring_window",
     "short_conv",
     "sliding",
+    "wide_attention",
 ]
 
 
@@ -97,8 +98,15 @@ def _kv_heads(fields: Fields) -> int:
 
 
 def attention(fields: Fields, options: Options) -> FullAttention:
-    """Keys and values; those of Zamba2 are twice as wide, because its blocks see two inputs."""
-    dim = fields.integer("attention_head_dim", default=0, low=0) or _head_dim(fields)
+    """Keys and values."""
+    dim = _head_dim(fields)
+    return FullAttention(kv_heads=_kv_heads(fields), k_dim=dim, v_dim=dim, dtype=options.stored(fields))
+
+
+def wide_attention(fields: Fields, options: Options) -> FullAttention:
+    """Keys and values of Zamba2: twice as wide, because its blocks see two inputs."""
+    dim = fields.integer("attention_head_dim", default=0, low=0)
+    dim = dim or 2 * fields.integer("hidden_size") // fields.integer("num_attention_heads")
     return FullAttention(kv_heads=_kv_heads(fields), k_dim=dim, v_dim=dim, dtype=options.stored(fields))
 
 

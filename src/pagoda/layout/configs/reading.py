@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from pagoda.errors import ConfigError
-from pagoda.layout.configs.families import FAMILIES, Family
+from pagoda.layout.configs.families import CONTEXTS, FAMILIES, Family
 from pagoda.layout.configs.fields import Fields
 from pagoda.layout.configs.readers import Options
 from pagoda.layout.entries import KV_DTYPES, dtype_name
@@ -53,10 +53,13 @@ def from_hf(
         count(unaccepted, "unaccepted"),
     )
     family = _family(fields, like)
+    called = name or str(fields.get("_name_or_path") or "") or fields.model_type
+    if like is not None:
+        fields = fields.as_type(like)
     fields = fields.with_defaults(family.defaults)
     layers = [list(kinds) for kinds in _read_layers(fields, family, options)]
-    limit = fields.integer("max_position_embeddings", "model_max_length", default=0, low=0)
-    called = name or str(fields.get("_name_or_path") or "") or fields.model_type
+    usual = CONTEXTS.get(fields.model_type, 0)
+    limit = fields.integer("max_position_embeddings", "model_max_length", default=usual, low=0)
     return Layout(layers, page_tokens, name=called, context=limit or None)
 
 
