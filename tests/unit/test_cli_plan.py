@@ -205,9 +205,9 @@ def test_where_nothing_grows(json_of, text_of):
 
 
 def test_the_context_is_given_or_the_model_s_or_8k(json_of, text_of):
-    assert fact(text_of("gemma-3-27b"), "context") == "8k tokens, because the model names no limit"
-    assert json_of("gemma-3-27b")["context_from"] == "default"
-    assert json_of("gemma-3-27b")["context"] == 8192
+    assert fact(text_of("mamba-2.8b"), "context") == "8k tokens, because the model names no limit"
+    assert json_of("mamba-2.8b")["context_from"] == "default"
+    assert json_of("mamba-2.8b")["context"] == 8192
     plan = json_of("qwen3-8b", "--context", "1M")
     assert (plan["context"], plan["context_from"], plan["model_context"]) == (2**20, "given", 40_960)
     beyond = fact(text_of("qwen3-8b", "--context", "1M"), "context")
@@ -581,7 +581,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path, error_of, monkeypatch: pytest.M
     assert "config.json' cannot be read: No such file" in error_of(str(tmp_path))
     assert "no such file or folder" in error_of(str(tmp_path / "missing.json"))
     file = write(tmp_path / "broken\nin two.json", "{")
-    assert "broken\\nin two.json is no JSON" in error_of(file)
+    assert "broken\\nin two.json' is no JSON" in error_of(file)
     os.mkfifo(tmp_path / "fifo")  # nobody writes: reading would wait for ever
     assert "neither a file nor a folder" in error_of(str(tmp_path / "fifo"))
     if os.path.exists("/dev/zero"):
