@@ -65,15 +65,16 @@ class Kind(ABC):
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.type == "int":
+            kind = each.type if isinstance(each.type, str) else getattr(each.type, "__name__", "")
+            if kind == "int":
                 object.__setattr__(self, each.name, count(value, each.name, each.metadata.get("low", 1)))
-            elif each.type == "str":
+            elif kind == "str":
                 object.__setattr__(self, each.name, dtype_name(value, each.name, KV_DTYPES))
-            elif (
-                each.type.startswith("Entry")
-                and not isinstance(value, Entry)
-                and not (value is None and each.type == "Entry | None")
-            ):
+            elif kind == "bool" and not isinstance(value, bool):
+                raise ConfigError(f"{each.name}: give True or False, not {type(value).__name__}")
+            elif kind == "Entry" or (kind == "Entry | None" and value is not None):
+                if isinstance(value, Entry):
+                    continue
                 raise ConfigError(f"{each.name}: give an Entry, not {type(value).__name__}")
 
     @property

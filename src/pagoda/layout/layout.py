@@ -12,7 +12,7 @@ from typing import Any
 
 from pagoda.errors import ArgumentError, ConfigError
 from pagoda.layout.groups import PagedGroup, StateGroup, form_groups
-from pagoda.layout.kinds import Kind, SharedAttention
+from pagoda.layout.kinds import Kind, Pages, SharedAttention
 from pagoda.layout.numbers import count, integer
 from pagoda.layout.sizing import Budget, Mix, divide, longest_request, max_requests, memory_for
 
@@ -42,6 +42,11 @@ class Layout:
     Cost: O(layers). Errors: ConfigError.
     """
 
+    _layers: tuple[tuple[Kind, ...], ...]
+    _groups: tuple[PagedGroup | StateGroup, ...]
+    _name: str
+    _context: int | None
+
     def __init__(
         self,
         layers: Sequence[Kind | Sequence[Kind]],
@@ -50,11 +55,20 @@ class Layout:
         name: str = "",
         context: int | None = None,
     ) -> None:
-        self._layers = _read_layers(layers)
-        self._name = str(name)
-        self._context = None if context is None else count(context, "context")
         sizes = dict(page_tokens) if isinstance(page_tokens, Mapping) else page_tokens
-        self._groups = form_groups(self._layers, sizes)
+        read = _read_layers(layers)
+        self.__dict__.update(
+            _layers=read,
+            _name=str(name),
+            _context=None if context is None else count(context, "context"),
+            _groups=form_groups(read, sizes),
+        )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name}: a Layout is frozen: make another one")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{name}: a Layout is frozen: make another one")
 
     @property
     def layers(self) -> tuple[tuple[Kind, ...], ...]:
@@ -170,7 +184,9 @@ class Layout:
         """
         number = integer(length, "length", 0, ArgumentError)
         if number % self.resume_step:
-            raise ArgumentError(f"length: requests resume at multiples of {self.resume_step}, not {number}")
+            raise ArgumentError(
+                f"length: requests resume at multiples of {self.resume_step}, not {min(number, 10**18)}"
+            )
         if number == 0:
             return tuple(Need(group.name) for group in self._groups)
         return tuple(
@@ -190,7 +206,18 @@ class Layout:
                 layers.append([kind.shard(ranks) for kind in kinds])
             except ConfigError as unfit:
                 raise ConfigError(f"layer {number}: {unfit}") from None
-        return Layout(layers, self.page_tokens, name=self._name, context=self._context)
+        # Groups that differed in their heads alone may be one now.
+        sizes: dict[Pages, int] = {}
+        for group in self.paged_groups:
+            first = group.layers[0]
+            pairs = zip(layers[first], self._layers[first], strict=True)
+            pages = next(new.pages for new, old in pairs if old.pages == group.pages)
+            if pages is not None and sizes.setdefault(pages, group.page_tokens) != group.page_tokens:
+                raise ConfigError(
+                    f"group {group.name} is one with another on {ranks} ranks: give both one page size"
+                )
+        names = Layout(layers).paged_groups
+        return Layout(layers, {g.name: sizes[g.pages] for g in names}, name=self._name, context=self._context)
 
     def divide(self, memory: int | str, mix: Mix, *, chunk: int = 1, checkpoints: int = 0) -> Budget:
         """Divide bytes between the groups so that as many requests as possible run at once.
@@ -227,7 +254,9 @@ class Layout:
     def _number(self, layer: int) -> int:
         number = integer(layer, "layer", 0, ArgumentError)
         if number >= len(self._layers):
-            raise ArgumentError(f"layer: there are layers 0 to {len(self._layers) - 1}, not {number}")
+            raise ArgumentError(
+                f"layer: there are layers 0 to {len(self._layers) - 1}, not {min(number, 10**18)}"
+            )
         return number
 
 

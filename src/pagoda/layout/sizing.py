@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from pagoda.errors import ConfigError
 from pagoda.layout.groups import PagedGroup, StateGroup
-from pagoda.layout.numbers import count, num_bytes, show_bytes
+from pagoda.layout.numbers import count, num_bytes, show, show_bytes
 
 __all__ = ["Budget", "Groups", "Mix", "Share", "divide", "longest_request", "max_requests", "memory_for"]
 
@@ -110,14 +110,15 @@ def memory_for(groups: Groups, requests: int, length: int, chunk: int, checkpoin
 def longest_request(groups: Groups, memory: int | str, chunk: int, checkpoints: int) -> int | None:
     """As `Layout.longest_request`."""
     memory_bytes = num_bytes(memory)
+    count(chunk, "chunk")
 
     def fits(length: int) -> bool:
         return max_requests(groups, memory_bytes, length, chunk, checkpoints) > 0
 
+    if not groups or fits(_ENDLESS):
+        return None
     if not fits(1):
         return 0
-    if fits(_ENDLESS):
-        return None
     low, high = 1, _ENDLESS
     while high - low > 1:
         middle = (low + high) // 2
@@ -136,12 +137,17 @@ class _Demand:
 
     @staticmethod
     def of(group: PagedGroup | StateGroup, weights: Mapping[int, Fraction], chunk: int, rows: int) -> _Demand:
-        each = rows if isinstance(group, StateGroup) else 1
-        units = {length: each * group.peak_units(length) for length in weights}
-        mean = sum((weights[length] * units[length] for length in weights), Fraction(0))
-        extra = 1
+        each, step, extra = rows if isinstance(group, StateGroup) else 1, 1, 1
         if isinstance(group, PagedGroup) and group.window is not None:
-            extra += -(-(chunk - 1) // group.page_tokens)
+            # However a chunk is shared out: from `enough` tokens on a request holds a page more; what a chunk
+            # has beyond that takes a page for every page's worth of tokens, whoever gets them.
+            enough = group.page_tokens - (group.window - 2) % group.page_tokens + 1
+            if chunk >= enough:
+                is_each = enough <= group.page_tokens
+                step = enough if is_each else 1
+                extra += (chunk - enough) // group.page_tokens + (0 if is_each else 1)
+        units = {length: each * group.peak_units(length, step) for length in weights}
+        mean = sum((weights[length] * units[length] for length in weights), Fraction(0))
         return _Demand(group, mean, max(units.values()), extra)
 
     def units_for(self, requests: Fraction) -> int:
@@ -185,10 +191,12 @@ def _read_mix(mix: Any) -> dict[int, Fraction]:
     for length, weight in pairs:
         try:
             share = Fraction(weight)
-        except (TypeError, ValueError, OverflowError):
-            raise ConfigError(f"mix: give a number as the weight of {length!r}, not {weight!r}") from None
+        except (TypeError, ValueError, ArithmeticError):
+            raise ConfigError(
+                f"mix: give a number as the weight of {show(length)}, not {show(weight)}"
+            ) from None
         if share <= 0:
-            raise ConfigError(f"mix: give a weight above 0 for {length!r}, not {weight!r}")
+            raise ConfigError(f"mix: give a weight above 0 for {show(length)}, not {show(weight)}")
         tokens = count(length, "length in mix")
         weights[tokens] = weights.get(tokens, Fraction(0)) + share
     whole = sum(weights.values())

@@ -44,7 +44,7 @@ class Family:
 
 
 def num_layers(fields: Fields) -> int:
-    return fields.integer("num_hidden_layers", "n_layer", "num_layers", high=MAX_LAYERS)
+    return fields.integer("num_hidden_layers", high=MAX_LAYERS)
 
 
 def listed(otherwise: Types) -> Types:
@@ -134,7 +134,8 @@ def full_at(name: str, others: str) -> Types:
 
 
 def jamba(fields: Fields) -> list[str]:
-    period, offset = fields.integer("attn_layer_period"), fields.integer("attn_layer_offset", low=0)
+    period = fields.integer("attn_layer_period")
+    offset = fields.integer("attn_layer_offset", low=0, high=period - 1)
     n = num_layers(fields)
     return ["full_attention" if i % period == offset else "linear_attention" for i in range(n)]
 

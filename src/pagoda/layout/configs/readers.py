@@ -88,7 +88,16 @@ class Options:
 def _head_dim(fields: Fields) -> int:
     if fields.has("head_dim"):
         return fields.integer("head_dim")
-    return fields.integer("hidden_size") // fields.integer("num_attention_heads")
+    return _dim_of_heads(fields, 1)
+
+
+def _dim_of_heads(fields: Fields, width: int) -> int:
+    """The dimension of a head of a model that is `width` times its hidden size wide."""
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    dim = width * hidden // heads  # rounded down, as the models do
+    if dim == 0:
+        raise fields.error(f"num_attention_heads = {heads} is more than hidden_size = {hidden} has room for")
+    return dim
 
 
 def _kv_heads(fields: Fields) -> int:
@@ -106,7 +115,7 @@ def attention(fields: Fields, options: Options) -> FullAttention:
 def wide_attention(fields: Fields, options: Options) -> FullAttention:
     """Keys and values of Zamba2: twice as wide, because its blocks see two inputs."""
     dim = fields.integer("attention_head_dim", default=0, low=0)
-    dim = dim or 2 * fields.integer("hidden_size") // fields.integer("num_attention_heads")
+    dim = dim or _dim_of_heads(fields, 2)
     return FullAttention(kv_heads=_kv_heads(fields), k_dim=dim, v_dim=dim, dtype=options.stored(fields))
 
 
@@ -135,6 +144,8 @@ def latent_attention(fields: Fields, options: Options) -> LatentAttention:
         dtype = "fp8" if options.index_dtype == "auto" else options.index_dtype
         index = index_keys(fields.integer("index_head_dim"), dtype)
     if options.kv_dtype == "fp8_ds_mla":
+        if rope == 0:
+            raise fields.error("qk_rope_head_dim = 0: 'fp8_ds_mla' has a rotated part")
         return LatentAttention(entry=latent_fp8(rank, rope), index=index)
     return LatentAttention(entry=latent(rank, rope, options.stored(fields)), index=index)
 
@@ -145,6 +156,11 @@ def _compressed_entry(fields: Fields, options: Options) -> Entry:
         rope_dim = fields.integer("qk_rope_head_dim")
     else:
         rope_dim = int(head_dim * fields.number("partial_rotary_factor", 64 / 512))
+    if not 0 < rope_dim < head_dim:
+        raise fields.error(
+            f"qk_rope_head_dim, or partial_rotary_factor of head_dim = {head_dim}, gives {rope_dim}: "
+            f"it should leave something of the head"
+        )
     if options.kv_dtype in ("auto", "float8_e4m3fn"):
         return compressed_fp8(head_dim, rope_dim)
     return plain("compressed", 1, head_dim, options.stored(fields))
@@ -212,11 +228,15 @@ def kimi_delta(fields: Fields, options: Options) -> KimiDelta:
     )
 
 
+def _expanded(fields: Fields) -> int:
+    """The width of a Mamba block."""
+    return fields.integer("mamba_expand", "expand") * fields.integer("hidden_size")
+
+
 def mamba1(fields: Fields, options: Options) -> Mamba1:
     """Mamba-1, with the names of Mamba or those of Jamba."""
-    channels = fields.integer("mamba_expand", "expand") * fields.integer("hidden_size")
     return Mamba1(
-        channels=channels,
+        channels=_expanded(fields),
         state_dim=fields.integer("mamba_d_state", "state_size"),
         kernel=fields.integer("mamba_d_conv", "conv_kernel"),
         dtype=options.computed(fields),
@@ -233,10 +253,7 @@ def mamba2(fields: Fields, options: Options) -> Mamba2:
     if names and fields.get(names[0]) != "auto":
         head_dim = fields.integer(names[0])
     else:
-        width = fields.integer("mamba_d_ssm", default=0, low=0)
-        width = width or int(fields.number("mamba_expand", fields.number("expand", 2))) * fields.integer(
-            "hidden_size"
-        )
+        width = fields.integer("mamba_d_ssm", default=0, low=0) or _expanded(fields)
         if width % heads:
             raise fields.error(f"{heads} Mamba heads do not divide a width of {width}")
         head_dim = width // heads

@@ -117,8 +117,25 @@ def _read_layers(fields: Fields, family: Family, options: Options) -> list[tuple
                 f"{', '.join(family.kinds)}. Describe the layers with Layout([…]), or add a reader of that "
                 f"kind to pagoda/layout/configs/readers.py"
             )
-        kinds[layer_type] = tuple(read(fields, options) for read in family.kinds[layer_type])
+        try:
+            kinds[layer_type] = tuple(read(fields, options) for read in family.kinds[layer_type])
+        except ConfigError as unfit:
+            raise _named(unfit, fields) from None
     return _share([kinds[layer_type] for layer_type in types], types, fields)
+
+
+# What entries call a size, and what configs call it.
+_FIELDS = {"latent_dim": "kv_lora_rank", "index_dim": "index_head_dim"}
+
+
+def _named(unfit: ConfigError, fields: Fields) -> ConfigError:
+    """An error of a kind or an entry, with the model and the field it comes from."""
+    text = str(unfit)
+    if fields.where in text or text.startswith(("kv_dtype", "index_dtype", "state_dtype")):
+        return unfit
+    for name, field in _FIELDS.items():
+        text = text.replace(name, field)
+    return fields.error(text)
 
 
 def _share(layers: list[tuple[Kind, ...]], types: list[str], fields: Fields) -> list[tuple[Kind, ...]]:
