@@ -12,11 +12,12 @@ pytest.importorskip("transformers", reason="needs transformers: its config class
 import transformers
 
 from differential.tiny_models import TINY, WINDOW, config_class, tiny_config
-from pagoda.layout import Layout, from_hf
-from pagoda.layout.configs.families import FAMILIES
+from pagoda.layout import Layout, from_hf, model_config, model_names
+from pagoda.layout.configs.families import ALIASES, FAMILIES
+from pagoda.layout.configs.fields import Fields
 
 # Names that models had before transformers had them, under another name.
-ALIASES = {"kimi_k2": "deepseek_v3", "minimax_text_01": "minimax"}
+ELSEWHERE = {"kimi_k2", "minimax_m1", "minimax_text_01"}
 
 
 def class_of(model_type: str) -> Any:
@@ -32,15 +33,19 @@ def config_of(case: str) -> Any:
 
 
 def test_every_family_has_a_tiny_model() -> None:
-    assert {tiny.model_type for tiny in TINY.values()} == FAMILIES.keys() - ALIASES.keys()
+    tiny = {tiny.model_type for tiny in TINY.values()}
+    assert FAMILIES.keys() <= tiny <= FAMILIES.keys() | ALIASES.keys()
+    assert not FAMILIES.keys() & ALIASES.keys()
+    assert set(ALIASES.values()) <= FAMILIES.keys()
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - ALIASES.keys()))
+@pytest.mark.parametrize("model_type", sorted((FAMILIES.keys() | ALIASES.keys()) - ELSEWHERE))
 def test_what_a_config_leaves_out_is_what_its_class_says(model_type: str) -> None:
     config = class_of(model_type)()
     read = from_hf({"model_type": model_type})
     assert read == from_hf(config)
-    assert read.context == getattr(config, "max_position_embeddings", None)
+    whole = getattr(config, "text_config", config)
+    assert read.context == getattr(whole, "max_position_embeddings", None)
 
 
 def saved(config: Any, folder: Path) -> Path:
@@ -94,6 +99,12 @@ OLD: list[tuple[str, list[str], dict[str, Any]]] = [
     ("qwen2_moe", [], {"use_sliding_window": False, "sliding_window": WINDOW}),
     ("qwen2_moe", [], {"use_sliding_window": True, "sliding_window": WINDOW}),
     ("qwen3_moe", [], {"use_sliding_window": False, "sliding_window": WINDOW}),
+    ("exaone4", ["layer_types"], {}),
+    ("starcoder2", [], {"sliding_window": WINDOW}),
+    ("glm_moe_dsa", [], {"index_topk_pattern": "FSSF"}),
+    ("glm_moe_dsa", [], {"index_topk_pattern": ["full", "full", "shared", "shared"]}),
+    ("glm_moe_dsa", [], {"index_topk_freq": 3, "index_skip_topk_offset": 1, "num_hidden_layers": 7}),
+    ("glm_moe_dsa", [], {"index_topk_freq": 2, "num_hidden_layers": 7}),
     ("qwen3_next", ["layer_types"], {}),
     ("qwen3_5_text", ["layer_types"], {"full_attention_interval": 2}),
     ("qwen3_5_moe_text", ["layer_types"], {"full_attention_interval": 3}),
@@ -124,6 +135,7 @@ OLD: list[tuple[str, list[str], dict[str, Any]]] = [
     ("falcon_h1", ["mamba_d_head"], {"mamba_d_ssm": 40}),
     ("falcon_h1", ["mamba_d_head"], {"mamba_d_ssm": None, "mamba_n_heads": 9}),
     ("zamba2", [], {"layers_block_type": ["mamba", "hybrid", "mamba", "mamba"]}),
+    ("zamba2", [], {"mamba_headdim": 20}),
     ("nemotron_h", ["layers_block_type"], {"hybrid_override_pattern": "M*M-E"}),
     ("nemotron_h", ["layers_block_type"], {}),
     ("nemotron_h", ["layers_block_type"], {"layers_block_type": ["mamba", "attention", "moe", "mlp"]}),
@@ -144,12 +156,14 @@ def test_older_fields_mean_what_transformers_makes_of_them(
     assert from_hf({"model_type": tiny.model_type, **fields}) == from_hf(config)
 
 
-@pytest.mark.parametrize("case", [name for name, tiny in TINY.items() if tiny.model_type in ALIASES.values()])
-def test_models_that_transformers_has_under_another_name(case: str) -> None:
-    config = config_of(case)
-    (alias,) = [alias for alias, model_type in ALIASES.items() if model_type == config.model_type]
-    assert from_hf({**config.to_dict(), "model_type": alias}) == from_hf(config)
-    assert from_hf({"model_type": alias}) == from_hf({"model_type": config.model_type})
+@pytest.mark.parametrize("alias", ALIASES)
+def test_aliases_are_read_as_their_family(alias: str) -> None:
+    cases = [name for name, tiny in TINY.items() if tiny.model_type == ALIASES[alias]]
+    for config in map(config_of, cases):
+        assert from_hf({**config.to_dict(), "model_type": alias}) == from_hf(config)
+        assert from_hf(config, like=alias) == from_hf(config)
+    assert cases
+    assert from_hf({"model_type": alias}) == from_hf({"model_type": ALIASES[alias]})
 
 
 def test_minimax_text_01_lists_its_layers_by_numbers() -> None:
@@ -166,7 +180,13 @@ WRAPPERS = {
     "llama4": "llama4_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
 }
+# And those that speak: the part that thinks has a part about text.
+THINKERS = {"qwen2_5_omni": "qwen2_5_omni_text", "qwen3_omni_moe": "qwen3_omni_moe_text"}
 
 
 @pytest.mark.parametrize("form", ["object", *FORMS])
@@ -184,3 +204,74 @@ def test_layouts_of_different_cases_differ() -> None:
     layouts: dict[Layout, str] = {}
     for case in ("llama", "llama, one KV head", "mistral, window", "gemma3_text", "deepseek_v3", "mamba2"):
         assert layouts.setdefault(from_hf(config_of(case)), case) == case
+
+
+@pytest.mark.parametrize("form", ["object", "dict", "file"])
+@pytest.mark.parametrize("outer", THINKERS)
+def test_the_text_of_the_thinker_of_a_model_that_speaks(outer: str, form: str, tmp_path: Path) -> None:
+    text = config_of(THINKERS[outer])
+    whole = class_of(outer)(thinker_config={"text_config": text.to_dict()})
+    assert from_hf(whole if form == "object" else FORMS[form](whole, tmp_path)) == from_hf(text)
+    assert from_hf(whole) != from_hf(class_of(outer)())
+
+
+@pytest.mark.parametrize("name", [name for name in model_names() if name != "minimax-text-01"])
+def test_shipped_configs_are_the_same_in_their_own_class(name: str) -> None:
+    """MiniMax-Text-01 has code of its own: transformers knows it under another name."""
+    raw = model_config(name)
+    assert from_hf(class_of(raw["model_type"]).from_dict(raw)) == from_hf(raw)
+
+
+class Recording(Fields):
+    """Fields that remember for which names they were asked."""
+
+    asked: set[str]
+
+    def __init__(self, values: Any, where: str = "") -> None:
+        class Values(dict):  # type: ignore[type-arg]
+            def get(self, name: str, default: Any = None) -> Any:
+                Recording.asked.add(name)
+                return super().get(name, default)
+
+        super().__init__(Values(values), where)
+
+
+def test_every_field_that_is_read_is_in_some_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field that no case has could be read in any way, and no comparison would notice."""
+    from pagoda.layout.configs import fields, readers, reading
+
+    written: set[str] = set()
+
+    def write(values: dict[str, Any]) -> None:
+        written.update(values)
+        for value in values.values():
+            if isinstance(value, dict):
+                write(value)
+
+    Recording.asked = set()
+    for module in (fields, readers, reading):
+        monkeypatch.setattr(module, "Fields", Recording)
+    for model_type in FAMILIES:
+        from_hf({"model_type": model_type})
+    for tiny in TINY.values():
+        write(tiny.fields)
+        from_hf({"model_type": tiny.model_type, **tiny.fields})
+    for case, without, more in OLD:
+        write(more)
+        kept = {name: value for name, value in TINY[case].fields.items() if name not in without}
+        from_hf({"model_type": TINY[case].model_type, **kept, **more})
+    assert {"head_dim", "compress_rates", "full_attn_layers"} <= Recording.asked
+    assert Recording.asked - written == UNCASED.keys()
+
+
+# What only other tests have, and which.
+UNCASED = {
+    "model_type": "every test: it is beside a case's fields",
+    "_name_or_path": "a name for people; test_layout_hf.py",
+    "dtype": "test_fields_as_people_write_them",
+    "torch_dtype": "test_fields_as_people_write_them",
+    "attn_type_list": "test_minimax_text_01_lists_its_layers_by_numbers",
+    "mamba_ssm_dtype": "transformers keeps states as it computes them; test_layout_hf.py",
+    "mamba_ssm_cache_dtype": "transformers keeps states as it computes them; test_layout_hf.py",
+    "model_max_length": "no part of a comparison; test_layout_hf.py",
+}

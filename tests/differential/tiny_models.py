@@ -9,12 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+import transformers
+from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 __all__ = ["TINY", "VOCABULARY", "WINDOW", "Tiny", "config_class", "tiny_config", "tiny_model", "tokens"]
 
 VOCABULARY = 64
+# Text of models that hear: transformers builds it only as a part of the whole.
+TEXT_PARTS = {
+    "qwen2_5_omni_text": "Qwen2_5OmniThinkerTextModel",
+    "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel",
+}
 WINDOW = 12  # of every window and chunk, so that one length lies at its edge in all families
 
 
@@ -60,6 +66,7 @@ _LATENT = {
     "qk_nope_head_dim": 10,
     "v_head_dim": 18,
 }
+_INDEX = {"index_n_heads": 2, "index_head_dim": 22, "index_topk": 8}
 _DELTA = {
     **_WIDE,
     "linear_num_key_heads": 2,
@@ -72,6 +79,17 @@ _DELTA = {
 _SLIDING = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+}
+_WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW}
+_SECTIONS = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "llama_4_scaling_beta": 0.1,
 }
 _MAMBA1 = {
     **_TOKENS,
@@ -147,9 +165,16 @@ TINY: dict[str, Tiny] = {
     "mistral, no window": Tiny("mistral", _fields(_WIDE, sliding_window=None)),
     "mixtral": Tiny("mixtral", {**_BASE, **_LOCAL_MOE, "sliding_window": WINDOW}),
     "ministral": Tiny("ministral", {**_WIDE, **_SLIDING}),
+    "ministral3": Tiny("ministral3", _fields(_WIDE, rope_parameters=_YARN)),
+    "ministral3, window": Tiny("ministral3", _fields(_WIDE, rope_parameters=_YARN, sliding_window=WINDOW)),
     "qwen2": Tiny("qwen2", _BASE),
     "qwen2, windows from layer 1": Tiny(
         "qwen2", _fields(_BASE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)
+    ),
+    "qwen2_vl_text": Tiny("qwen2_vl_text", {**_BASE, **_SECTIONS, **_WINDOWED, "max_window_layers": 2}),
+    "qwen2_5_vl_text": Tiny("qwen2_5_vl_text", {**_BASE, **_SECTIONS}),
+    "qwen2_5_omni_text": Tiny(
+        "qwen2_5_omni_text", {**_BASE, **_SECTIONS, **_WINDOWED, "max_window_layers": 2}
     ),
     "qwen2_moe": Tiny(
         "qwen2_moe",
@@ -173,6 +198,9 @@ TINY: dict[str, Tiny] = {
     "qwen3_moe, window": Tiny(
         "qwen3_moe", {**_WIDE, **_MOE, "use_sliding_window": True, "sliding_window": WINDOW}
     ),
+    "qwen3_vl_text": Tiny("qwen3_vl_text", {**_WIDE, **_SECTIONS}),
+    "qwen3_vl_moe_text": Tiny("qwen3_vl_moe_text", {**_WIDE, **_SECTIONS, **_MOE}),
+    "qwen3_omni_moe_text": Tiny("qwen3_omni_moe_text", {**_BASE, **_SECTIONS, **_MOE}),
     "gemma": Tiny("gemma", _WIDE),
     "gemma2": Tiny("gemma2", _fields(_WIDE, sliding_window=WINDOW)),
     "gemma3_text": Tiny("gemma3_text", {**_WIDE, **_SLIDING}),
@@ -230,6 +258,7 @@ TINY: dict[str, Tiny] = {
             "no_rope_layer_interval": 3,
         },
     ),
+    "cohere": Tiny("cohere", _BASE),
     "cohere2": Tiny("cohere2", {**_BASE, **_SLIDING}),
     "phi3": Tiny("phi3", _BASE),
     "phi3, window": Tiny("phi3", _fields(_BASE, sliding_window=WINDOW)),
@@ -240,7 +269,26 @@ TINY: dict[str, Tiny] = {
         "smollm3",
         _fields(_BASE, use_sliding_window=True, sliding_window=WINDOW, no_rope_layer_interval=3),
     ),
+    "exaone4": Tiny("exaone4", {**_BASE, **_SLIDING}),
+    "exaone4, every third full": Tiny(
+        "exaone4", _fields(_BASE, sliding_window=WINDOW, sliding_window_pattern=3)
+    ),
+    "olmoe": Tiny("olmoe", {**_BASE, **_MOE}),
+    "starcoder2": Tiny("starcoder2", _BASE),
+    "starcoder2, window": Tiny("starcoder2", _fields(_BASE, sliding_window=WINDOW)),
+    "gpt_neox": Tiny("gpt_neox", _fields(_BASE, "num_key_value_heads")),
+    "apertus": Tiny("apertus", _BASE),
+    "arcee": Tiny("arcee", _WIDE),
+    "ernie4_5": Tiny("ernie4_5", _WIDE),
+    "ernie4_5_moe": Tiny(
+        "ernie4_5_moe", {**_BASE, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1}
+    ),
+    "seed_oss": Tiny("seed_oss", _WIDE),
+    "hunyuan_v1_dense": Tiny("hunyuan_v1_dense", _WIDE),
+    "glm": Tiny("glm", _WIDE),
+    "glm4": Tiny("glm4", _WIDE),
     "granite": Tiny("granite", _BASE),
+    "granitemoe": Tiny("granitemoe", {**_BASE, **_LOCAL_MOE}),
     "glm4_moe": Tiny("glm4_moe", {**_WIDE, **_DEEP_MOE}),
     "minimax_m2": Tiny("minimax_m2", {**_WIDE, **_LOCAL_MOE}),
     # Latent attention
@@ -248,7 +296,12 @@ TINY: dict[str, Tiny] = {
     "deepseek_v3": Tiny("deepseek_v3", {**_LATENT, **_DEEP_MOE}),
     "deepseek_v32": Tiny(
         "deepseek_v32",
-        {**_LATENT, **_DEEP_MOE, "index_n_heads": 2, "index_head_dim": 22, "index_topk": 8},
+        {**_LATENT, **_DEEP_MOE, **_INDEX},
+    ),
+    "glm_moe_dsa": Tiny("glm_moe_dsa", {**_LATENT, **_DEEP_MOE, **_INDEX}),
+    "glm_moe_dsa, some layers without an indexer": Tiny(
+        "glm_moe_dsa",
+        {**_LATENT, **_DEEP_MOE, **_INDEX, "indexer_types": ["full", "shared", "full", "shared"]},
     ),
     # Compressed attention
     "deepseek_v4": Tiny("deepseek_v4", _DEEPSEEK_V4),
@@ -273,7 +326,9 @@ TINY: dict[str, Tiny] = {
     "lfm2_moe": Tiny("lfm2_moe", {**_LFM2, **_MOE}),
     # State spaces, alone and beside attention
     "mamba": Tiny("mamba", _MAMBA1),
+    "mamba, a width of its own": Tiny("mamba", _fields(_MAMBA1, intermediate_size=72)),
     "falcon_mamba": Tiny("falcon_mamba", _MAMBA1),
+    "falcon_mamba, a width of its own": Tiny("falcon_mamba", _fields(_MAMBA1, intermediate_size=72)),
     "mamba2": Tiny(
         "mamba2",
         {
@@ -318,6 +373,7 @@ TINY: dict[str, Tiny] = {
         ),
     ),
     "zamba2": Tiny("zamba2", _ZAMBA2),
+    "zamba2, heads of their own width": Tiny("zamba2", _fields(_ZAMBA2, attention_head_dim=10)),
     "zamba2, fewer KV heads": Tiny("zamba2", _fields(_ZAMBA2, num_key_value_heads=3)),
     "nemotron_h": Tiny(
         "nemotron_h",
@@ -363,7 +419,12 @@ def tiny_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A model with random weights, ready to run, in the dtype of its config; the same for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+        if config.model_type in TEXT_PARTS:
+            model = getattr(transformers, TEXT_PARTS[config.model_type])._from_config(config)
+        elif type(config) in AutoModelForCausalLM._model_mapping:
+            model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+        else:  # the text of a model that sees, without its head
+            model = AutoModel.from_config(config, dtype=config.dtype)
     return model.eval()
 
 

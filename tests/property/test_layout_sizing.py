@@ -97,7 +97,7 @@ class TestPages:
     @given(group=groups, length=lengths)
     def test_layer_bytes_are_those_of_the_needed_positions(self, group: PagedGroup, length: int) -> None:
         needed = len(reading_of(group).needed(length))
-        assert group.layer_bytes(length) == {"keys": 2 * needed, "values": 3 * needed}
+        assert group.layer_bytes(group.layers[0], length) == {"keys": 2 * needed, "values": 3 * needed}
 
     @RUNS
     @given(ratio=st.sampled_from([2, 4, 8]), length=st.integers(0, 100))
@@ -109,7 +109,7 @@ class TestPages:
         )
         group = Layout([kind], 16).paged_groups[0]
         whole = {position // ratio for position in range(length) if (position + 1) % ratio == 0}
-        assert group.layer_bytes(length) == {"compressed": 5 * len(whole)}
+        assert group.layer_bytes(group.layers[0], length) == {"compressed": 5 * len(whole)}
         assert group.num_pages(length) == len({position // 16 for position in range(length)})
         assert group.entries_per_page == len({position // ratio for position in range(16)})
 

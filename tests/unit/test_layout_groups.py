@@ -2,6 +2,7 @@
 can be changed."""
 
 import copy
+import functools
 import pickle
 from fractions import Fraction
 
@@ -211,7 +212,7 @@ class TestPageSizes:
         group = Layout([LatentAttention(entry=entry)] * 2, 3).paged_groups[0]
         assert group.page_bytes == group.unit_bytes == 2 * 32
         assert group.token_bytes == Fraction(64, 3)
-        assert group.entry_bytes == 20
+        assert group.unpadded_token_bytes == 20
 
 
 class TestOneRequest:
@@ -237,7 +238,7 @@ class TestOneRequest:
         assert group.live_pages(5) == (range(2),)
         assert group.live_pages(20) == (range(2), range(4, 5))
         assert group.num_pages(20) == 3
-        assert group.layer_bytes(20) == {"keys": 3 + 5, "values": 3 + 5}
+        assert group.layer_bytes(0, 20) == {"keys": 3 + 5, "values": 3 + 5}
 
     def test_layer_bytes_are_what_the_next_token_reads(self):
         layout = Layout([full(2, 3), window(5), STATE])
@@ -245,6 +246,17 @@ class TestOneRequest:
         assert layout.layer_bytes(1, 3) == {"keys": 3, "values": 3}
         assert layout.layer_bytes(1, 100) == {"keys": 4, "values": 4}
         assert layout.layer_bytes(2, 0) == layout.layer_bytes(2, 10**9) == {"conv": 8, "recurrent": 8}
+
+    def test_layer_bytes_of_a_group_are_those_of_its_layers_alone(self):
+        layout = Layout([full(2, 3), window(5), STATE])
+        paged, windowed, states = layout.groups
+        assert paged.layer_bytes(0, 7) == {"keys": 42, "values": 42}
+        assert states.layer_bytes(2, 7) == {"conv": 8, "recurrent": 8}
+        for group, others in ((paged, (1, 2, 3)), (windowed, (0, 2)), (states, (0, 1, -1))):
+            assert all(group.layer_bytes(other, 7) == {} for other in others)
+        for group in layout.groups:
+            with pytest.raises(ConfigError, match="length"):
+                group.layer_bytes(0, -1)
 
     def test_token_bytes_count_what_grows(self):
         layout = Layout([full(2, 3), window(5), STATE])
@@ -266,7 +278,8 @@ class TestOneRequest:
             with pytest.raises(ConfigError, match="length"):
                 ask(bad)
         for group in layout.paged_groups:
-            for ask in (group.live_pages, group.num_pages, group.peak_units, group.layer_bytes):
+            layer_bytes = functools.partial(group.layer_bytes, group.layers[0])
+            for ask in (group.live_pages, group.num_pages, group.peak_units, layer_bytes):
                 with pytest.raises(ConfigError, match="length"):
                     ask(bad)
 

@@ -3,10 +3,12 @@ published."""
 
 import contextlib
 import json
+import re
 import resource
 import socket
 from collections import OrderedDict
 from fractions import Fraction
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -27,7 +29,7 @@ from pagoda.layout import (
     model_config,
     model_names,
 )
-from pagoda.layout.configs.families import FAMILIES
+from pagoda.layout.configs.families import ALIASES, FAMILIES
 
 GIB, MIB = 2**30, 2**20
 LLAMA = {
@@ -91,6 +93,11 @@ class TestSources:
     def test_text_parts_within_parts(self):
         config = {"model_type": "omni", "thinker_config": {"model_type": "thinks", "text_config": LLAMA}}
         assert from_hf(config) == TWO_LAYERS
+        # As Qwen2.5-Omni and Qwen2-VL write them: the part of text has a type of its own, or none.
+        text = {**LLAMA, "model_type": "qwen2_5_omni_text"}
+        thinker = {"model_type": "qwen2_5_omni_thinker", "text_config": text, "audio_config": {}}
+        assert from_hf({"model_type": "qwen2_5_omni", "thinker_config": thinker}) == TWO_LAYERS
+        assert from_hf({**LLAMA, "model_type": "qwen2_vl"}) == TWO_LAYERS
 
     def test_a_text_part_without_a_type_has_that_of_the_whole(self):
         inner = {name: value for name, value in LLAMA.items() if name != "model_type"}
@@ -125,6 +132,13 @@ class TestSources:
         monkeypatch.setattr(socket, "getaddrinfo", refuse)
         with pytest.raises(ConfigError, match=r"meta-llama/Llama-3\.1-8B'? cannot be read"):
             from_hf("meta-llama/Llama-3.1-8B")
+
+    def test_the_name_of_a_shipped_model_points_to_its_config(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ConfigError, match=r"from_hf\(model_config\('llama-3\.1-8b'\)\)"):
+            from_hf("llama-3.1-8b")
+        (tmp_path / "llama-3.1-8b").write_text(json.dumps(LLAMA))
+        assert from_hf("llama-3.1-8b") == TWO_LAYERS
 
     def test_names_for_people(self):
         assert from_hf(LLAMA).name == "llama"
@@ -260,7 +274,7 @@ class TestUnknown:
         with pytest.raises(ConfigError, match=r"^like: there is no family"):
             from_hf(LLAMA, like=like)
 
-    @pytest.mark.parametrize("family", sorted(FAMILIES))
+    @pytest.mark.parametrize("family", sorted({*FAMILIES, *ALIASES}))
     def test_like_reads_what_the_family_reads(self, family):
         """What a family reads may depend on the family, not on what the config calls itself."""
         sizes = {
@@ -579,6 +593,37 @@ class TestOptions:
         with pytest.raises(ConfigError, match="kv_dtype: 'fp8_ds_mla' is for latent attention, not for "):
             shipped(model, kv_dtype="fp8_ds_mla")
 
+    @pytest.mark.parametrize("model", ["mamba-2.8b", "mamba-codestral-7b"])
+    def test_latent_entries_are_not_for_models_without_attention(self, model):
+        with pytest.raises(
+            ConfigError, match="kv_dtype: 'fp8_ds_mla' is for latent attention, not for mamba"
+        ):
+            shipped(model, kv_dtype="fp8_ds_mla")
+
+    @pytest.mark.parametrize("dtype", ["fp8", "float8_e4m3fn", torch.float8_e4m3fn])
+    def test_fp8_beside_an_indexer_is_what_its_kernels_read(self, dtype):
+        # 512 fp8 values, 4 float32 scales, 64 bfloat16 values; a key of 128 and a scale.
+        for model in ("deepseek-v3.2", {"model_type": "glm_moe_dsa", "index_topk_freq": 2}):
+            config = model_config(model) if isinstance(model, str) else model
+            layout = from_hf(config, kv_dtype=dtype)
+            assert layout == from_hf(config, kv_dtype="fp8_ds_mla")
+            assert layout.layer_bytes(0, 1) == {"latent": 512 + 16 + 128, "index": 128 + 4}
+        # Layers that take what the one before picked are read by the same kernels.
+        assert layout.layer_bytes(2, 1) == {"latent": 656}
+        assert shipped("deepseek-v3", kv_dtype=dtype).layer_bytes(0, 1) == {"latent": 512 + 64}
+        assert shipped("kimi-linear-48b-a3b", kv_dtype=dtype).layer_bytes(3, 1) == {"latent": 512 + 64}
+
+    @pytest.mark.parametrize("dtype", ["fp8_e5m2", torch.float8_e5m2])
+    def test_entries_of_deepseek_v4_have_one_fp8(self, dtype):
+        with pytest.raises(
+            ConfigError, match=r"^kv_dtype: entries of deepseek_v4 are 'fp8' .*'bf16'.*not 'fp8_e5m2'"
+        ):
+            shipped("deepseek-v4-flash", kv_dtype=dtype)
+
+    def test_unaccepted_tokens_change_no_recurrent_state(self):
+        for model in ("qwen3-next-80b-a3b", "mamba-2.8b", "lfm2-1.2b", "llama-3.1-8b"):
+            assert shipped(model, unaccepted=5) == shipped(model)
+
     @pytest.mark.parametrize("bad", [0, -1, 1.5, "1", None])
     def test_unaccepted(self, bad):
         with pytest.raises(ConfigError, match="unaccepted"):
@@ -605,6 +650,8 @@ class TestOptions:
         config = {**model_config("mamba-codestral-7b"), "mamba_ssm_dtype": "bfloat16"}
         assert from_hf(config).state_group.row_bytes == rows["bf16"]
         assert from_hf(config, state_dtype="fp32").state_group.row_bytes == rows["fp32"]
+        config = {**model_config("mamba-codestral-7b"), "mamba_ssm_cache_dtype": "bfloat16"}
+        assert from_hf(config).state_group.row_bytes == rows["bf16"]
 
     def test_page_sizes_are_passed_on(self):
         assert from_hf(LLAMA, page_tokens=64).page_tokens == {"full": 64}
@@ -625,11 +672,19 @@ class TestOptions:
 class TestFamilies:
     """Sizes that configs leave out or name in other ways; sources are the config classes of transformers."""
 
-    @pytest.mark.parametrize("family", sorted(FAMILIES))
+    @pytest.mark.parametrize("family", sorted({*FAMILIES, *ALIASES}))
     def test_every_family_can_be_read_with_its_defaults(self, family):
         layout = from_hf({"model_type": family, **BASE.get(family, {})})
         assert layout.groups
         assert layout.request_bytes(1000) > 0
+
+    def test_the_docs_list_every_family_and_no_other(self):
+        page = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text(encoding="utf-8")
+        table = page.partition("<!-- families -->")[2].partition("<!-- end of families -->")[0]
+        named = re.findall(r"`([^`]+)`(?: \(([^)]*)\))?", table)
+        assert sorted(name for name, _ in named) == sorted(FAMILIES)
+        also = {alias: name for name, others in named for alias in re.findall(r"`([^`]+)`", others)}
+        assert also == ALIASES
 
     def test_zamba2_attention_is_twice_as_wide(self):
         # Zamba2Config: attention_head_dim = 2 × hidden_size // num_attention_heads = 2 × 2560 // 32.
@@ -657,6 +712,48 @@ class TestFamilies:
         assert [group.name for group in shipped("mistral-7b-v0.1").groups] == ["window"]
         layout = from_hf({**model_config("mistral-7b-v0.1"), "sliding_window": None})
         assert [group.name for group in layout.groups] == ["full"]
+
+    @pytest.mark.parametrize(
+        "model_type", ["mistral", "qwen2", "qwen3_moe", "phi3", "smollm3", "exaone4", "starcoder2"]
+    )
+    @pytest.mark.parametrize("none", [None, 0, -1])
+    def test_a_window_of_nothing_is_none(self, model_type, none):
+        config = {"model_type": model_type, "use_sliding_window": True, "sliding_window": none}
+        assert [group.name for group in from_hf({**config, "max_window_layers": 0}).groups] == ["full"]
+
+    @pytest.mark.parametrize("nonsense", [-2, True, False, "0"])
+    def test_other_windows_of_nothing_are_refused(self, nonsense):
+        with pytest.raises(ConfigError, match="sliding_window should be"):
+            from_hf({"model_type": "mistral", "sliding_window": nonsense})
+
+    def test_falcon_mamba_names_its_width(self):
+        # Falcon-Mamba-7B's config.json: hidden_size 4096, expand 16, intermediate_size 8192, state_size 16.
+        config = {"hidden_size": 4096, "expand": 16, "intermediate_size": 8192, "state_size": 16}
+        for model_type in ("falcon_mamba", "mamba"):
+            kind = from_hf({"model_type": model_type, **config}).layers[0][0]
+            assert (kind.channels, kind.state_dim) == (8192, 16)
+        # Jamba's is that of its MLPs.
+        kind = from_hf({"model_type": "jamba", "hidden_size": 64, "intermediate_size": 100}).layers[0][0]
+        assert kind.channels == 2 * 64
+
+    def test_nemotron_h_has_the_layers_of_its_pattern(self):
+        config = {"model_type": "nemotron_h", "hybrid_override_pattern": "M-*"}
+        assert len(from_hf(config).layers) == 3
+        assert from_hf({**config, "num_hidden_layers": 3}) == from_hf(config)
+        with pytest.raises(ConfigError, match="it has 52 layers and 3 types of layers"):
+            from_hf({**config, "num_hidden_layers": 52})
+
+    def test_nemotron_h_heads_have_two_names(self):
+        config = {"model_type": "nemotron_h", "hybrid_override_pattern": "*"}
+        assert from_hf(config).layers[0][0].k_dim == 128
+        assert from_hf({**config, "attention_head_dim": 96}).layers[0][0].k_dim == 96
+        assert from_hf({**config, "head_dim": 64}).layers[0][0].v_dim == 64
+
+    def test_layers_that_take_what_another_indexer_picked(self):
+        config = {"model_type": "glm_moe_dsa", "num_hidden_layers": 3, "index_topk_pattern": "FSF"}
+        assert [kinds[0].index is not None for kinds in from_hf(config).layers] == [True, False, True]
+        with pytest.raises(ConfigError, match=r"layer 1 is of the kind 'indexed by X'"):
+            from_hf({**config, "index_topk_pattern": "FXF"})
 
     def test_older_names_of_layer_kinds(self):
         types = ["mamba", "attention", "hybrid", "mamba2"]
@@ -713,14 +810,16 @@ class TestShipped:
                 assert layout.layer_bytes(number, length) == {}
         whole = sum(sum(layout.layer_bytes(n, length).values()) for n in range(len(layout.layers)))
         state = layout.state_group.row_bytes if layout.state_group else 0
-        windows = sum(g.entry_bytes * min(length, g.window - 1) for g in layout.paged_groups if g.window)
-        grown = sum(g.entry_bytes * length for g in layout.paged_groups if g.window is None)
+        windows = sum(
+            g.unpadded_token_bytes * min(length, g.window - 1) for g in layout.paged_groups if g.window
+        )
+        grown = sum(g.unpadded_token_bytes * length for g in layout.paged_groups if g.window is None)
         assert whole == state + windows + grown
 
 
 def grown_bytes(layout, length):
     """What all layers keep of so many tokens, states aside."""
-    return sum(sum(group.layer_bytes(length).values()) * len(group.layers) for group in layout.paged_groups)
+    return sum(sum(g.layer_bytes(n, length).values()) for g in layout.paged_groups for n in g.layers)
 
 
 def states_by_name(layout):

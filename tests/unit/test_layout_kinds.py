@@ -24,7 +24,6 @@ from pagoda.layout import (
     Mamba2,
     Pages,
     Part,
-    RecurrentKind,
     RingWindow,
     SharedAttention,
     ShortConv,
@@ -38,6 +37,7 @@ from pagoda.layout import (
     plain,
 )
 from pagoda.layout.entries import DTYPES, dtype_name
+from pagoda.layout.kinds import RecurrentKind
 
 V4_ENTRY = compressed_fp8(512, 64)
 
@@ -289,7 +289,7 @@ class TestCompressed:
         assert {group.name for group in layout.groups} == {"csa", "hca", "state"}
         assert len(layout.groups) == 3
         unpadded = Fraction(num_csa * (584 + 132), 4) + Fraction(num_hca * 584, 128)
-        assert sum(group.entry_bytes for group in layout.paged_groups) == unpadded == exact
+        assert sum(group.unpadded_token_bytes for group in layout.paged_groups) == unpadded == exact
         assert layout.page_tokens == {"csa": 128, "hca": 128}
         padded = Fraction(num_csa * (19_008 + 32 * 132) + num_hca * 1_152, 128)
         assert layout.token_bytes == padded == at_128
@@ -507,6 +507,18 @@ class TestOwnKinds:
         layout = Layout([CrossAttention(heads=4, tokens=10)])
         assert layout.state_group.row_bytes == 4 * 10 * 2
         assert layout.shard(2).state_group.row_bytes == 2 * 10 * 2
+
+    def test_what_is_kept_is_computed_once(self):
+        """Many layers of a model are one value; equality, hash and copies are those of its fields."""
+        for kind in (csa(), FullAttention(kv_heads=1, k_dim=2, v_dim=3)):
+            fresh = replace(kind)
+            assert kind.pages is kind.pages
+            assert kind.state is kind.state
+            assert kind == fresh
+            assert hash(kind) == hash(fresh)
+            with pytest.raises(AttributeError):
+                kind.pages = None
+        assert csa().state[0].name == "window"
 
     def test_sizes_of_ones_own_kind_are_checked(self):
         with pytest.raises(ConfigError, match="tokens"):

@@ -2,9 +2,12 @@
 tests/property/test_layout_sizing.py."""
 
 import time
+from collections import Counter
 from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
 from pagoda.errors import ConfigError
 from pagoda.layout import (
@@ -52,6 +55,25 @@ class TestByHand:
             budget = Layout([FULL], 4).divide(13 * 32, mix)
             assert budget.requests == 6
             assert budget.capacity() == {"full": 12}
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            np.array,
+            lambda mix: np.array(mix, dtype=np.int16),
+            torch.tensor,
+            tuple,
+            iter,
+            lambda mix: (each for each in mix),
+            Counter,
+        ],
+    )
+    def test_lengths_may_be_any_iterable(self, make):
+        assert Layout([FULL], 4).divide(13 * 32, make([4, 4, 4, 20])).requests == 6
+
+    def test_one_length_may_be_any_integer(self):
+        for length in (8, np.int64(8), np.array(8), torch.tensor(8)):
+            assert Layout([FULL], 4).divide(11 * 32, length).requests == 5
 
     def test_one_of_the_longest_fits_though_the_mix_hardly_has_any(self):
         mix = {4: 10**6, 80: 1}
@@ -178,6 +200,12 @@ class TestRefused:
             2**63,
             {8: 1, 2**63: 1},
             {8, 16},
+            np.array([8, 0]),
+            np.array([8.0]),
+            np.array([[8]]),
+            np.array([], dtype=int),
+            iter([]),
+            (each for each in ["8"]),
             pytest.param({8: -(10**5_000)}, id="hugely negative weight"),
             pytest.param({10**5_000: 1}, id="huge length"),
             pytest.param({10**5_000: 0}, id="huge length, no weight"),

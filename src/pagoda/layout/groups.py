@@ -68,7 +68,7 @@ class PagedGroup:
         return Fraction(self.page_bytes, self.page_tokens)
 
     @property
-    def entry_bytes(self) -> Fraction:
+    def unpadded_token_bytes(self) -> Fraction:
         """Bytes a token in all layers of the group, without padding. O(tensors of a layer)."""
         return Fraction(
             len(self.layers) * sum(entry.num_bytes for entry in self.pages.entries), self.pages.ratio
@@ -104,9 +104,12 @@ class PagedGroup:
         sinks = -(-self.pages.sink_tokens // self.page_tokens)
         return min(whole, sinks + (held + self.page_tokens - 2) // self.page_tokens + 1)
 
-    def layer_bytes(self, length: int) -> dict[str, int]:
-        """Bytes that one layer has to keep of `length` tokens, by tensor, pages aside. O(tensors)."""
+    def layer_bytes(self, layer: int, length: int) -> dict[str, int]:
+        """Bytes that a layer, by its number in the model, has to keep of `length` tokens, by tensor, pages
+        aside; nothing if it is not of this group. O(layers + tensors). Errors: ConfigError."""
         kept = count(length, "length", low=0)
+        if layer not in self.layers:
+            return {}
         if self.window is not None:
             kept = min(kept, self.window - 1 + min(self.pages.sink_tokens, max(0, kept - self.window + 1)))
         return {entry.name: kept // self.pages.ratio * entry.num_bytes for entry in self.pages.entries}
@@ -138,8 +141,12 @@ class StateGroup:
         """Rows of a request: one, however long. O(1)."""
         return 1
 
-    def layer_bytes(self, layer: int) -> dict[str, int]:
-        """Bytes that one layer keeps a row, by part; `layer` is its number in the model. O(layers)."""
+    def layer_bytes(self, layer: int, length: int) -> dict[str, int]:
+        """Bytes that a layer, by its number in the model, keeps of a request, by part, however long it is;
+        nothing if it is not of this group. O(layers). Errors: ConfigError."""
+        count(length, "length", low=0)
+        if layer not in self.layers:
+            return {}
         return {part.name: part.num_bytes for part in self.parts[self.layers.index(layer)]}
 
 

@@ -137,15 +137,13 @@ class Layout:
 
     def layer_bytes(self, layer: int, length: int) -> dict[str, int]:
         """Bytes that one layer has to keep for a request of `length` tokens, by tensor, before they are cut
-        into pages: what the next token will read, and all of a state. O(groups). Errors: ArgumentError,
+        into pages: what the next token will read, and all of a state. O(layers). Errors: ArgumentError,
         ConfigError."""
         number = self._number(layer)
         count(length, "length", low=0)
         stored: dict[str, int] = {}
         for group in self._groups:
-            if number in group.layers:
-                is_paged = isinstance(group, PagedGroup)
-                stored |= group.layer_bytes(length if is_paged else number)
+            stored |= group.layer_bytes(number, length)
         return stored
 
     @property
@@ -222,11 +220,13 @@ class Layout:
     def divide(self, memory: int | str, mix: Mix, *, chunk: int = 1, checkpoints: int = 0) -> Budget:
         """Divide bytes between the groups so that as many requests as possible run at once.
 
-        `memory` is a number or text such as '80GiB'. `mix` says how long requests are: a length, a list of
-        lengths, or lengths with their weights; each counts with the most it holds while it grows. `chunk`
-        tokens of prefill are in flight a step, over all requests: windows hold them besides. `checkpoints`
-        rows of states are kept a request, besides its own. O(lengths × groups × log memory). Errors:
-        ConfigError, also when the longest of the mix does not fit by itself."""
+        `memory` is a number or text such as '80GiB'. `mix` says how long requests are: a length, a list, an
+        array or another iterable of lengths, or lengths with their weights; each counts with the most it
+        holds while it grows. `chunk` tokens of prefill are in flight a step, over all requests: windows hold
+        them besides. `checkpoints` are kept a request besides its own row of states; each is charged a whole
+        row, because it lies in the pool of states, even where it needs less of one (`checkpoint_bytes`).
+        O(lengths × groups × log memory). Errors: ConfigError, also when the longest of the mix does not fit
+        by itself."""
         return divide(self._groups, memory, mix, chunk, checkpoints)
 
     def max_requests(self, memory: int | str, length: int, *, chunk: int = 1, checkpoints: int = 0) -> int:

@@ -7,7 +7,8 @@ can hold the longest request asked for; no larger share of the mix would fit."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, TypeAlias
@@ -19,7 +20,7 @@ from pagoda.layout.numbers import count, num_bytes, show, show_bytes
 __all__ = ["Budget", "Groups", "Mix", "Share", "divide", "longest_request", "max_requests", "memory_for"]
 
 Groups: TypeAlias = Sequence[PagedGroup | StateGroup]
-Mix: TypeAlias = Mapping[int, float | Fraction] | Mapping[int, int] | Sequence[int] | int
+Mix: TypeAlias = Mapping[int, float | Fraction] | Mapping[int, int] | Iterable[int] | int
 
 _ENDLESS = 2**62  # tokens: longer than any request
 
@@ -179,12 +180,18 @@ def _demands(groups: Groups, weights: Mapping[int, Fraction], chunk: int, checkp
 
 def _read_mix(mix: Any) -> dict[int, Fraction]:
     """Lengths with weights that add up to 1, or a ConfigError."""
-    if isinstance(mix, Mapping):
-        pairs = list(mix.items())
-    elif isinstance(mix, Sequence) and not isinstance(mix, (str, bytes)):
-        pairs = [(length, 1) for length in mix]
-    else:
-        pairs = [(mix, 1)]
+    pairs: list[tuple[Any, Any]]
+    try:
+        pairs = [(operator.index(mix), 1)]
+    except TypeError:
+        if isinstance(mix, Mapping):
+            pairs = list(mix.items())
+        elif isinstance(mix, Iterable) and not isinstance(mix, (str, bytes, Set)):
+            pairs = [(length, 1) for length in mix]
+        else:  # a set does not know how often a length comes
+            raise ConfigError(
+                f"mix: give a length, a list of lengths or a dict with weights, not {type(mix).__name__}"
+            ) from None
     if not pairs:
         raise ConfigError("mix: give at least one length")
     weights: dict[int, Fraction] = {}

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import math
 import os
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from pagoda.errors import ConfigError
 from pagoda.layout import Layout, from_hf, model_config, model_names
@@ -22,7 +21,9 @@ __all__ = ["Asked", "Division", "visible"]
 
 _WEIGHT = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?", re.ASCII)
 _COUNT = re.compile(r"[0-9]{1,40}", re.ASCII)
-_OPTIONS = {"kv_dtype:": "--kv-dtype:", "like:": "--like:", "page_tokens ": "--page-size "}
+# What from_hf's errors begin with, and the options they are about.
+_OPTIONS = {f"{name}:": f"--{name.replace('_', '-')}:" for name in ("like", "kv_dtype", "index_dtype")}
+_OPTIONS |= {"state_dtype:": "--state-dtype:", "page_tokens ": "--page-size "}
 
 
 def visible(text: str, columns: int) -> str:
@@ -32,41 +33,41 @@ def visible(text: str, columns: int) -> str:
 
 @dataclass(frozen=True)
 class Asked:
-    """A model, how it is stored, over how many ranks; `context` is None where nobody said."""
+    """A model, how it is stored (from_hf's arguments), over how many ranks; `context` is None where nobody
+    said."""
 
     config: str
-    kv_dtype: str = "auto"
-    page_tokens: int | None = None
-    like: str | None = None
-    ranks: int = 1
-    context: int | None = None
+    stored: Mapping[str, Any]
+    ranks: int
+    context: int | None
 
     @staticmethod
     def read(options: argparse.Namespace) -> Asked:
         """From parsed arguments. Errors: ConfigError."""
         page_size, context = options.page_size, options.context
+        stored = {
+            "kv_dtype": options.kv_dtype,
+            "index_dtype": options.index_dtype,
+            "state_dtype": options.state_dtype,
+            "unaccepted": _count(options.unaccepted, "--unaccepted", low=1, usual=1),
+            "page_tokens": None if page_size is None else num_tokens(page_size, "--page-size"),
+            "like": options.like,
+        }
         return Asked(
             config=options.config,
-            kv_dtype="auto" if options.kv_dtype is None else options.kv_dtype,
-            page_tokens=None if page_size is None else num_tokens(page_size, "--page-size"),
-            like=options.like,
-            ranks=1 if options.tp is None else _count(options.tp, "--tp", low=1),
+            stored={name: value for name, value in stored.items() if value is not None},
+            ranks=_count(options.tp, "--tp", low=1, usual=1),
             context=None if context is None else num_tokens(context, "--context"),
         )
 
     def whole(self) -> Layout:
         """The layout of all ranks together. Errors: ConfigError."""
         is_shipped = self.config in model_names()
-        if not is_shipped:
-            _check_path(self.config)
+        if not is_shipped and not os.path.exists(self.config):
+            raise ConfigError(_no_such(self.config))
+        config, name = (model_config(self.config), self.config) if is_shipped else (self.config, "")
         try:
-            return from_hf(
-                model_config(self.config) if is_shipped else self.config,
-                page_tokens=self.page_tokens,
-                kv_dtype=self.kv_dtype,
-                like=self.like,
-                name=self.config if is_shipped else "",
-            )
+            return from_hf(config, name=name, **self.stored)
         except ConfigError as error:
             raise ConfigError(_in_options(str(error))) from None
 
@@ -85,7 +86,7 @@ class Division:
 
     memory_bytes: int
     weights_bytes: int | None
-    mix: Mapping[int, int] | None
+    mix: Mapping[int, Fraction] | None
     chunk: int
     checkpoints: int
 
@@ -111,7 +112,7 @@ class Division:
             weights_bytes=weights_bytes,
             mix=None if options.mix is None else _mix(options.mix),
             chunk=1 if options.chunk is None else num_tokens(options.chunk, "--chunk"),
-            checkpoints=0 if options.checkpoints is None else _count(options.checkpoints, "--checkpoints", 0),
+            checkpoints=_count(options.checkpoints, "--checkpoints", low=0, usual=0),
         )
 
 
@@ -125,14 +126,16 @@ def _in_options(message: str) -> str:
     return visible(message, 2000)
 
 
-def _count(text: str, name: str, low: int) -> int:
+def _count(text: str | None, name: str, low: int, usual: int) -> int:
+    if text is None:
+        return usual
     if not _COUNT.fullmatch(text):
         raise ConfigError(f"{name}: give a whole number of {low} or more, not '{visible(text, 40)}'")
     return count(int(text), name, low)
 
 
-def _mix(text: str) -> dict[int, int]:
-    """Lengths with whole weights in the proportions given."""
+def _mix(text: str) -> dict[int, Fraction]:
+    """Lengths with their weights."""
     weights: dict[int, Fraction] = {}
     for item in text.split(","):
         length, colon, weight = item.partition(":")
@@ -145,23 +148,15 @@ def _mix(text: str) -> dict[int, int]:
         if not share:
             raise ConfigError(f"--mix: give a weight above 0 for {tokens:,} tokens, or leave them out")
         weights[tokens] = weights.get(tokens, Fraction(0)) + share
-    scale = math.lcm(*(share.denominator for share in weights.values()))
-    return {tokens: int(share * scale) for tokens, share in weights.items()}
+    return weights
 
 
-def _check_path(config: str) -> None:
-    """A config that is no name has to be a file or a folder. Errors: ConfigError, with names like it."""
-    try:
-        mode = os.stat(config).st_mode
-    except PermissionError as denied:
-        raise ConfigError(f"{visible(config, 200)} cannot be read: {denied.strerror}") from None
-    except (OSError, ValueError):  # not there, or no path at all: too long, a zero byte
-        last = re.split(r"[/\\]", config.rstrip("/\\"))[-1].lower()
-        near = difflib.get_close_matches(last[:100], model_names(), n=3, cutoff=0.5)
-        guess = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise ConfigError(
-            f"CONFIG: there is no model '{visible(config, 60)}' here, and no such file or folder.{guess} "
-            f"`pagoda plan` lists the models; the path of a config.json, or of its folder, works too"
-        ) from None
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise ConfigError(f"{visible(config, 200)} is neither a file nor a folder: give a config.json")
+def _no_such(config: str) -> str:
+    """What is neither a name nor a path, with names like it."""
+    last = re.split(r"[/\\]", config.rstrip("/\\"))[-1].lower()
+    near = difflib.get_close_matches(last[:100], model_names(), n=3, cutoff=0.5)
+    guess = f" Did you mean {' or '.join(near)}?" if near else ""
+    return (
+        f"CONFIG: there is no model '{visible(config, 60)}' here, and no such file or folder to be "
+        f"read.{guess} `pagoda plan` lists the models; the path of a config.json, or of its folder, works too"
+    )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from pagoda.cli.plan.asked import visible
-from pagoda.cli.plan.figures import Budgeted, Group, Model, Plan, Repeated
+from pagoda.cli.plan.figures import Divided, Plan, dtypes, fixed_bytes
 from pagoda.cli.tours.pen import Pen
+from pagoda.layout import Layout, PagedGroup, StateGroup
 from pagoda.layout.numbers import show_bytes, show_tokens
 from pagoda.tree.labels import clip, columns_of
 
@@ -31,7 +34,7 @@ class Zone:
     left: Sequence[str] = ()
 
 
-def write_models(models: Sequence[Model], pen: Pen) -> None:
+def write_models(models: Sequence[Layout], pen: Pen) -> None:
     """The list of models, and how to go on."""
     zones = [
         Zone("", ["model", "groups × layers"], ["model", "groups × layers"]),
@@ -40,12 +43,10 @@ def write_models(models: Sequence[Model], pen: Pen) -> None:
     rows = [
         [
             model.name,
-            ", ".join(f"{name} × {layers}" for name, layers in model.groups.items()),
-            _bytes(model.token_bytes) if model.token_bytes else NOTHING,
-            _bytes(model.window_bytes + model.state_bytes)
-            if model.window_bytes + model.state_bytes
-            else NOTHING,
-            NOTHING if model.context is None else _tokens(model.context),
+            ", ".join(f"{group.name} × {len(group.layers)}" for group in model.groups),
+            show_bytes(model.token_bytes) if model.token_bytes else NOTHING,
+            show_bytes(sum(fixed_bytes(model))) if sum(fixed_bytes(model)) else NOTHING,
+            NOTHING if model.context is None else show_tokens(model.context),
         ]
         for model in models
     ]
@@ -53,212 +54,191 @@ def write_models(models: Sequence[Model], pen: Pen) -> None:
     pen.say()
     _write_table(zones, rows, [], pen)
     pen.say()
-    _write_facts(
-        [
-            ("per token", "what one more token costs for good, in the model's own dtype, on one rank"),
-            ("fixed", "full windows and states: what a long request takes besides, however long"),
-            ("sizes", "pagoda plan llama-3.1-8b"),
-            ("what fits", "pagoda plan llama-3.1-8b --memory 80GiB --weights 16GiB --context 32k"),
-            ("your own", "pagoda plan path/of/config.json, or of the folder it lies in"),
-            ("more", "pagoda plan --help"),
-        ],
-        pen,
-    )
+    facts = [
+        ("per token", "what one more token costs for good, in the model's own dtype, on one rank"),
+        ("fixed", "full windows and states: what a long request takes besides, however long"),
+        ("sizes", "pagoda plan llama-3.1-8b"),
+        ("what fits", "pagoda plan llama-3.1-8b --memory 80GiB --weights 16GiB --context 32k"),
+        ("your own", "pagoda plan path/of/config.json, or of the folder it lies in"),
+        ("more", "pagoda plan --help"),
+    ]
+    _write_facts(facts, pen)
 
 
 def write_plan(plan: Plan, pen: Pen) -> None:
     """Sizes of all groups, what a request takes, and where there is memory how it is divided."""
+    layout, context = plan.layout, plan.context
     pen.say(pen.paint(BOLD, _headline(plan, TABLE)))
     pen.say()
     zones = [
         Zone("", ["group", "layers", "keeps"], ["group", "keeps"]),
         Zone("a page or row", ["tokens", "bytes", "per token"]),
-        Zone(f"a request at {_tokens(plan.context)}", ["pages", "bytes"]),
+        Zone(f"a request at {show_tokens(context)}", ["pages", "bytes"]),
     ]
     rows = [
         [
             group.name,
-            f"{group.layers:,}",
+            f"{len(group.layers):,}",
             _lifetime(group),
-            NOTHING if group.page_tokens is None else _count(group.page_tokens),
-            _bytes(group.unit_bytes),
-            NOTHING if group.token_bytes is None else _bytes(group.token_bytes),
-            _count(group.request_units) if group.unit == "page" else "1 row",
-            _bytes(group.request_bytes),
+            f"{group.page_tokens:,}" if isinstance(group, PagedGroup) else NOTHING,
+            show_bytes(group.unit_bytes),
+            _token(group),
+            f"{group.peak_units(context):,}" if isinstance(group, PagedGroup) else "1 row",
+            show_bytes(group.peak_units(context) * group.unit_bytes),
         ]
-        for group in plan.groups
+        for group in layout.groups
     ]
-    total = ["all", f"{plan.layers:,}", "", "", "", _bytes(plan.token_bytes), "", _bytes(plan.request_bytes)]
+    request = show_bytes(layout.request_bytes(context))
+    total = ["all", f"{len(layout.layers):,}", "", "", "", show_bytes(layout.token_bytes), "", request]
     _write_table(zones, rows, total if len(rows) > 1 else [], pen)
     pen.say()
     _write_facts(_sizes(plan), pen)
-    if plan.budget is not None:
+    if plan.divided is not None:
         pen.say()
-        _write_budget(plan, plan.budget, pen)
+        _write_budget(plan, plan.divided, pen)
 
 
 def _headline(plan: Plan, columns: int) -> str:
-    sizes = {group.page_tokens: group.name for group in plan.groups if group.page_tokens is not None}
-    if len(sizes) == 1:
-        pages = [f"pages of {_tokens_or_one(next(iter(sizes)))}"]
-    else:
-        pages = [
-            f"{group.name} pages of {_tokens_or_one(group.page_tokens)}"
-            for group in plan.groups
-            if group.page_tokens is not None
-        ]
-    dtypes = " + ".join(plan.dtypes.kv or plan.dtypes.state) or "nothing stored"
-    layers = "1 layer" if plan.layers == 1 else f"{plan.layers:,} layers"
-    ranks = "one rank" if plan.ranks == 1 else f"one of {plan.ranks:,} ranks"
-    rest = " · ".join([layers, dtypes, ranks, *pages])
-    return clip(f"{visible(plan.model, max(20, columns - len(rest) - 3))} · {rest}", columns)
+    sizes = plan.layout.page_tokens
+    pages = [f"{name} pages of {_tokens_or_one(size)}" for name, size in sizes.items()]
+    if len(set(sizes.values())) == 1:
+        pages = [pages[0].partition(" ")[2]]
+    stored = dtypes(plan.layout)
+    layers = f"{len(plan.layout.layers):,} layers" if len(plan.layout.layers) != 1 else "1 layer"
+    ranks = "one rank" if plan.asked.ranks == 1 else f"one of {plan.asked.ranks:,} ranks"
+    kept = " + ".join(stored["kv"] or stored["state"]) or "nothing stored"
+    rest = " · ".join([layers, kept, ranks, *pages])
+    return clip(f"{visible(plan.layout.name, max(20, columns - len(rest) - 3))} · {rest}", columns)
 
 
-def _lifetime(group: Group) -> str:
-    if group.unit == "row":
+def _lifetime(group: PagedGroup | StateGroup) -> str:
+    if isinstance(group, StateGroup):
         return "one row per request"
     if group.window is not None:
-        first = f" + first {group.sink_tokens:,}" if group.sink_tokens else ""
+        first = f" + first {group.pages.sink_tokens:,}" if group.pages.sink_tokens else ""
         return f"last {_tokens_or_one(group.window)}{first}"
-    if group.ratio is not None and group.ratio > 1:
-        return f"one entry per {group.ratio:,} tokens"
-    return "every token"
+    return "every token" if group.pages.ratio == 1 else f"one entry per {group.pages.ratio:,} tokens"
+
+
+def _token(group: PagedGroup | StateGroup) -> str:
+    """What a token adds; in parentheses what a window gives back, so that nobody adds it up."""
+    if isinstance(group, StateGroup):
+        return NOTHING
+    size = show_bytes(group.token_bytes)
+    return size if group.window is None else f"({size})"
 
 
 def _sizes(plan: Plan) -> list[Fact]:
-    sources = {
-        "given": "as given",
-        "model": "the model's own limit",
-        "default": "because the model names no limit",
-    }
-    context = f"{_tokens(plan.context)} tokens, {sources[plan.context_from]}"
-    if plan.model_context is not None and plan.context > plan.model_context:
-        context += f"; the model was made for {_tokens(plan.model_context)}"
-    has_fixed = any(group.window or group.unit == "row" for group in plan.groups)
-    token = f"{_bytes(plan.token_bytes)} for good" if plan.token_bytes else "nothing for good"
-    resume = (
-        "at any length" if plan.resume_step == 1 else f"at multiples of {_tokens(plan.resume_step)} tokens"
-    )
+    layout, at = plan.layout, show_tokens(plan.context)
+    source = "because the model names no limit" if layout.context is None else "the model's own limit"
+    context = f"{at} tokens, {'as given' if plan.asked.context else source}"
+    if layout.context is not None and plan.context > layout.context:
+        context += f"; the model was made for {show_tokens(layout.context)}"
+    has_windows, states = any(group.window for group in layout.paged_groups), layout.state_group
+    token = f"{show_bytes(layout.token_bytes)} for good" if layout.token_bytes else "nothing for good"
+    if has_windows or states:
+        token += ": windows and states do not grow"
+    if has_windows:
+        token += "; in parentheses: until a window is full"
+    step = layout.resume_step
+    resume = "at any length" if step == 1 else f"at multiples of {show_tokens(step)} tokens"
     facts = [
         ("context", context),
-        ("one token", token + (": windows and states do not grow" if has_fixed else "")),
-        ("one request", f"{_bytes(plan.request_bytes)} at {_tokens(plan.context)}"),
-        ("resume", f"requests resume {resume}"),
+        ("one token", token),
+        ("one request", f"{show_bytes(layout.request_bytes(plan.context))} at {at}"),
+        ("resume", f"requests resume {resume}" + (", where a checkpoint was taken" if states else "")),
     ]
-    if plan.checkpoint_bytes is not None and plan.state_bytes is not None:
-        facts[-1] = ("resume", f"requests resume {resume}, where a checkpoint was taken")
-        weight = _bytes(plan.checkpoint_bytes)
-        of_row = f", of the {_bytes(plan.state_bytes)} of a row"
-        facts.append(("checkpoint", weight + (of_row if plan.checkpoint_bytes < plan.state_bytes else "")))
-    if plan.dtypes.index:
-        facts.append(("indexer", f"keys in {' + '.join(plan.dtypes.index)}"))
-    if plan.dtypes.state and plan.dtypes.kv:
-        facts.append(("states", f"in {' + '.join(plan.dtypes.state)}"))
-    facts += [("ranks", _repetition(each, plan.ranks)) for each in plan.repeated]
-    if plan.whole_on_every_rank:
-        names = ", ".join(plan.whole_on_every_rank)
-        facts.append(("ranks", f"{names}: all heads share one entry, so every rank keeps all of it"))
-    return facts
+    if states:
+        row = show_bytes(states.row_bytes)
+        needs = f"{show_bytes(states.checkpoint_bytes)} of a row of {row}"
+        needs = f"all of a row, {row}" if states.checkpoint_bytes == states.row_bytes else needs
+        facts.append(("checkpoint", f"needs {needs}; each takes a whole row, for it lies in one"))
+    stored = dtypes(layout)
+    if stored["index"]:
+        facts.append(("indexer", f"keys in {' + '.join(stored['index'])}"))
+    if stored["state"] and stored["kv"]:
+        facts.append(("states", f"in {' + '.join(stored['state'])}"))
+    return facts + [("ranks", _kept(group, plan)) for group in layout.groups if plan.copies(group) > 1]
 
 
-def _repetition(repeated: Repeated, ranks: int) -> str:
-    times = "twice" if repeated.times == 2 else f"{repeated.times:,} times"
-    if repeated.number == 1:
-        return f"1 {repeated.what.removesuffix('s')} on {ranks:,} ranks: it is kept {times}"
-    return f"{repeated.number:,} {repeated.what} on {ranks:,} ranks: each is kept {times}"
+def _kept(group: PagedGroup | StateGroup, plan: Plan) -> str:
+    copies, ranks = plan.copies(group), plan.asked.ranks
+    if copies == ranks:
+        return f"{group.name}: every rank keeps all of it"
+    times = f"{float(copies):.4g} times what one would"
+    return f"{group.name}: {ranks:,} ranks together keep {times}: some heads are repeated"
 
 
-def _write_budget(plan: Plan, budget: Budgeted, pen: Pen) -> None:
-    left = f"{_bytes(budget.cache_bytes)} for the cache"
-    if budget.weights_bytes is not None:
-        left = f"{_bytes(budget.memory_bytes)} of memory − {_bytes(budget.weights_bytes)} of weights = {left}"
-    pen.say(pen.paint(BOLD, left + (" on each rank" if plan.ranks > 1 else "")))
+def _write_budget(plan: Plan, divided: Divided, pen: Pen) -> None:
+    asked = divided.asked
+    left = f"{show_bytes(asked.cache_bytes)} for the cache"
+    if asked.weights_bytes is not None:
+        memory, weights = show_bytes(asked.memory_bytes), show_bytes(asked.weights_bytes)
+        left = f"{memory} of memory − {weights} of weights = {left}"
+    pen.say(pen.paint(BOLD, left + (" on each rank" if plan.asked.ranks > 1 else "")))
     pen.say()
-    zones = [
-        Zone("", ["group", "pages or rows"], ["group"]),
-        Zone("", ["bytes", "share", ""], [""]),
-    ]
+    zones = [Zone("", ["group", "pages or rows"], ["group"]), Zone("", ["bytes", "share", ""], [""])]
     rows = [
         [
-            share.group,
-            _count(share.units),
-            _bytes(share.bytes),
-            f"{share.percent:.1f}%",
-            _bar(share.bytes, budget.cache_bytes),
+            share.group.name,
+            f"{share.num_units:,}",
+            show_bytes(share.num_bytes),
+            f"{100 * share.num_bytes / asked.cache_bytes:.1f}%",
+            "█" * (filled := BAR * share.num_bytes // asked.cache_bytes) + "░" * (BAR - filled),
         ]
-        for share in budget.shares
+        for share in divided.budget.shares
     ]
-    _write_table(zones, rows, ["spare", "", _bytes(budget.spare_bytes), "", ""], pen)
+    _write_table(zones, rows, ["spare", "", show_bytes(divided.budget.spare_bytes), "", ""], pen)
     pen.say()
-    _write_facts(_fits(plan, budget), pen)
+    _write_facts(_fits(plan, divided), pen)
 
 
-def _fits(plan: Plan, budget: Budgeted) -> list[Fact]:
-    at = f"at {_tokens(plan.context)}"
-    at_context = f"{_count(budget.context_requests)} {at} ({budget.context_requests_exact:,.1f} exactly)"
-    is_mix = [length.tokens for length in budget.mix] != [plan.context]
-    facts = []
-    if budget.tokens is None:
-        facts.append(("tokens", "no limit in all: no group keeps every token"))
+def _fits(plan: Plan, divided: Divided) -> list[Fact]:
+    asked, budget, layout = divided.asked, divided.budget, plan.layout
+    at = f"at {show_tokens(plan.context)}"
+    at_context = f"{math.floor(divided.requests):,} {at} ({_down(divided.requests, 2)})"
+    fit = "no limit in all: no group keeps every token"
+    facts = [("tokens", fit if budget.num_tokens is None else f"{budget.num_tokens:,} fit in all")]
+    if list(divided.mix) == [plan.context]:
+        facts.append(("requests", at_context))
     else:
-        facts.append(("tokens", f"{_count(budget.tokens)} fit in all"))
-    if is_mix:
-        exact = f"{budget.requests_exact:,.1f}"
-        facts.append(
-            ("requests", f"{_count(budget.requests)} of the mix at once ({exact} exactly): {_mix(budget)}")
-        )
+        of_mix = f"{budget.num_requests:,} of the mix at once ({_down(budget.requests, 2)})"
+        facts.append(("requests", f"{of_mix}: {_mix(divided)}"))
         facts.append(("requests", f"{at_context} if memory were divided for these"))
-    else:
-        facts.append(("requests", f"{at_context}"))
-    made_for = ""
-    if plan.model_context is not None and (budget.longest_request or 2**62) > plan.model_context:
-        made_for = f"; the model was made for {_tokens(plan.model_context)}"
-    if budget.longest_request is None:
-        facts.append(("longest", f"a request of any length fits alone{made_for}"))
-    else:
-        facts.append(("longest", f"{_count(budget.longest_request)} tokens in a request alone{made_for}"))
-    tokens = "" if budget.more_tokens is None else f"{_count(budget.more_tokens)} tokens, "
-    facts.append(("1 GiB more", f"buys {tokens}{budget.more_requests:,} requests {at}"))
+    longest = "a request of any length fits alone"
+    if divided.longest is not None:
+        longest = f"{divided.longest:,} tokens in a request alone"
+    if layout.context is not None and (divided.longest is None or divided.longest > layout.context):
+        longest += f"; the model was made for {show_tokens(layout.context)}"
+    facts.append(("longest", longest))
+    tokens = "" if divided.more_tokens is None else f"{divided.more_tokens:,} tokens, "
+    facts.append(("1 GiB more", f"buys {tokens}{_down(divided.more_requests, 3)} requests {at}"))
     facts.append(("padding", "one page or row of each group: in its bytes, not in its count"))
-    if budget.checkpoints:
-        has_states = plan.state_bytes is not None
-        kept = "rows of states besides its own" if has_states else "costs nothing: no layer keeps a state"
-        facts.append(("checkpoints", f"{_count(budget.checkpoints)} a request: {kept}"))
-    if budget.chunk > 1:
-        has_windows = any(group.window for group in plan.groups)
+    if asked.checkpoints:
+        kept = "a whole row of states each" if layout.state_group else "costs nothing: no layer keeps a state"
+        facts.append(("checkpoints", f"{asked.checkpoints:,} a request: {kept}"))
+    if asked.chunk > 1:
+        has_windows = any(group.window for group in layout.paged_groups)
         held = "windows hold them besides" if has_windows else "costs nothing: no layer has a window in pages"
-        facts.append(("chunk", f"{_tokens(budget.chunk)} tokens of prefill in flight: {held}"))
-    if budget.weights_bytes is None:
+        facts.append(("chunk", f"{show_tokens(asked.chunk)} tokens of prefill in flight: {held}"))
+    if asked.weights_bytes is None:
         facts.append(("weights", "not counted: --weights takes them off the memory"))
     return facts
 
 
-def _mix(budget: Budgeted) -> str:
-    told = [f"{length.share * 100:.3g}% of {_tokens(length.tokens)}" for length in budget.mix[:MIX]]
-    rest = len(budget.mix) - len(told)
-    return ", ".join([*told, f"and {rest:,} more"] if rest else told)
+def _mix(divided: Divided) -> str:
+    told = [f"{float(part * 100):.3g}% of {show_tokens(tokens)}" for tokens, part in divided.mix.items()]
+    return ", ".join([*told[:MIX], f"and {len(told) - MIX:,} more"] if len(told) > MIX else told)
 
 
-def _bar(part: int, whole: int) -> str:
-    filled = BAR * part // whole
-    return "█" * filled + "░" * (BAR - filled)
-
-
-def _bytes(size: float) -> str:
-    """As `show_bytes`; in powers of ten where that is wider than a column."""
-    return show_bytes(size) if size < 2**50 else f"{size:.3g} B"
-
-
-def _count(number: int) -> str:
-    return f"{number:,}" if number < 10**10 else f"{number:.3g}"
-
-
-def _tokens(number: int) -> str:
-    return show_tokens(number) if number < 10**10 else f"{number:.3g}"
+def _down(number: Fraction, decimals: int) -> str:
+    """A number with so many decimals, the rest cut off: no figure promises more than there is."""
+    whole, rest = divmod(math.floor(number * 10**decimals), 10**decimals)
+    return f"{whole:,}.{rest:0{decimals}}"
 
 
 def _tokens_or_one(number: int) -> str:
-    return "1 token" if number == 1 else f"{_count(number)} tokens"
+    return "1 token" if number == 1 else f"{number:,} tokens"
 
 
 def _write_facts(facts: Sequence[Fact], pen: Pen) -> None:

@@ -61,10 +61,6 @@ class Fields:
             found = {key: found[key] for key in _OF_THE_WHOLE if key in found} | said
         raise self.error("its text_config is nested without end")
 
-    def as_type(self, model_type: str) -> Fields:
-        """The same fields, read as another type of model."""
-        return Fields({**self._values, "model_type": model_type})
-
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
         """The same fields, and defaults for those that are missing; a null stays a null."""
         return Fields({**defaults, **self._values}, self.where)

@@ -1,19 +1,20 @@
-"""From a Hugging Face config to a Layout. Nothing is downloaded, and neither torch nor transformers is
-needed."""
+"""From a Hugging Face config to a Layout. Nothing is downloaded; this code itself uses neither torch nor
+transformers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from pagoda.errors import ConfigError
-from pagoda.layout.configs.families import CONTEXTS, FAMILIES, Family
+from pagoda.layout.configs.families import ALIASES, FAMILIES, Family
 from pagoda.layout.configs.fields import Fields
 from pagoda.layout.configs.readers import Options
 from pagoda.layout.entries import KV_DTYPES, dtype_name
-from pagoda.layout.kinds import Kind, SharedAttention
+from pagoda.layout.kinds import Kind, LatentAttention, SharedAttention
 from pagoda.layout.layout import Layout
 from pagoda.layout.numbers import count
 
@@ -40,11 +41,18 @@ def from_hf(
     DeepSeek-V4), else 'bf16', 'fp16', 'fp32', 'fp8', 'fp8_e5m2', or for latent attention 'fp8_ds_mla',
     entries with scales of their own. `index_dtype` is that of indexer keys: 'fp8' (auto), 'fp4', or
     unquantised. `state_dtype` is that of recurrent states: float32 (auto) unless the config says.
-    `unaccepted` is how many tokens may be written before they are accepted, which makes rings longer.
+    For a model with an indexer (DeepSeek-V3.2) 'fp8' is 'fp8_ds_mla', which its kernels read. `unaccepted` is
+    how many tokens may be written before they are accepted, which makes rings longer; recurrent states and
+    convolutions take no notice of it.
 
     `like` reads a model type that is not known as another one that is: `like="llama"`. `name` is for people.
     Cost: O(layers). Errors: ConfigError, naming the model type, field, or kind of layer that is not known.
     """
+    if isinstance(config, str) and config in model_names() and not Path(config).exists():
+        raise ConfigError(
+            f"config: there is no file {config!r}; the config of that name that comes with Pagoda is "
+            f"from_hf(model_config({config!r}))"
+        )
     fields = Fields.read(config).text()
     options = Options(
         _kv_dtype(kv_dtype),
@@ -54,12 +62,13 @@ def from_hf(
     )
     family = _family(fields, like)
     called = name or str(fields.get("_name_or_path") or "") or fields.model_type
-    if like is not None:
-        fields = fields.as_type(like)
     fields = fields.with_defaults(family.defaults)
     layers = [list(kinds) for kinds in _read_layers(fields, family, options)]
-    usual = CONTEXTS.get(fields.model_type, 0)
-    limit = fields.integer("max_position_embeddings", "model_max_length", default=usual, low=0)
+    if options.kv_dtype == "fp8_ds_mla" and not any(
+        isinstance(k, LatentAttention) for ks in layers for k in ks
+    ):
+        raise options.not_latent(fields)
+    limit = fields.integer("max_position_embeddings", "model_max_length", default=family.context, low=0)
     return Layout(layers, page_tokens, name=called, context=limit or None)
 
 
@@ -85,10 +94,10 @@ def model_config(name: str) -> dict[str, Any]:
 
 def _family(fields: Fields, like: str | None) -> Family:
     wanted = fields.model_type if like is None else str(like)
-    family = FAMILIES.get(wanted)
+    family = FAMILIES.get(ALIASES.get(wanted, wanted))
     if family is not None:
         return family
-    known = ", ".join(sorted(FAMILIES))
+    known = ", ".join(sorted({*FAMILIES, *ALIASES}))
     if like is not None:
         raise ConfigError(f"like: there is no family {wanted[:40]!r}, only {known}")
     if not wanted:
@@ -102,7 +111,7 @@ def _family(fields: Fields, like: str | None) -> Family:
 
 def _read_layers(fields: Fields, family: Family, options: Options) -> list[tuple[Kind, ...]]:
     types = family.types(fields)
-    if fields.has("num_hidden_layers") and fields.model_type != "nemotron_h":
+    if fields.has("num_hidden_layers"):
         expected = fields.integer("num_hidden_layers")
         if len(types) != expected:
             raise fields.error(f"it has {expected} layers and {len(types)} types of layers")
