@@ -8,6 +8,7 @@ the same thing. Everything else on the page is asked of the layouts."""
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import textwrap
@@ -33,19 +34,20 @@ Measure = Callable[[Layout], Fraction]
 
 def token(layout: Layout) -> Fraction:
     """One more token, in the layers that keep every token."""
-    return sum((g.entry_bytes for g in layout.paged_groups if g.window is None), Fraction(0))
+    return sum((g.unpadded_token_bytes for g in layout.paged_groups if g.window is None), Fraction(0))
 
 
 def token_everywhere(layout: Layout) -> Fraction:
     """One token in every layer that has pages, as if windows freed nothing."""
-    return sum((group.entry_bytes for group in layout.paged_groups), Fraction(0))
+    return sum((group.unpadded_token_bytes for group in layout.paged_groups), Fraction(0))
 
 
 def request(length: int, requests: int = 1) -> Measure:
     """Keys, values and windows of requests of `length` tokens; no recurrent states, no compressors' rows."""
 
     def measure(layout: Layout) -> Fraction:
-        pages = sum(len(g.layers) * sum(g.layer_bytes(length).values()) for g in layout.paged_groups)
+        groups = layout.paged_groups
+        pages = sum(sum(g.layer_bytes(n, length).values()) for g in groups for n in g.layers)
         return Fraction(requests * (pages + state_part("window")(layout)))
 
     return measure
@@ -58,7 +60,7 @@ def request_everywhere(length: int, requests: int = 1) -> Measure:
 
 def group_tokens(name: str, length: int) -> Measure:
     """So many tokens in the layers of one group."""
-    return lambda layout: _paged(layout, name).entry_bytes * length
+    return lambda layout: _paged(layout, name).unpadded_token_bytes * length
 
 
 def entry(group: str, name: str) -> Measure:
@@ -119,7 +121,8 @@ PERCENT = Unit(" %", Fraction(1, 100))
 
 @dataclass(frozen=True)
 class Source:
-    """Where a figure stands. `secondary` says how it came to us where we did not read it there ourselves."""
+    """Where a figure stands; `address` is empty where it has no stable one. `secondary` says how it came to
+    us where we did not read it there ourselves."""
 
     title: str
     address: str
@@ -131,7 +134,11 @@ JAMBA = Source("Jamba-1.5, arXiv 2408.12570, Table 1", "https://arxiv.org/abs/24
 LLAMA = Source(
     "Hugging Face blog, Llama 3.1, inference memory requirements", "https://huggingface.co/blog/llama31"
 )
-VLLM_V4 = Source("vLLM blog, DeepSeek V4 in vLLM, 2026-04-24", "https://vllm.ai/blog")
+VLLM_V4 = Source(
+    "vLLM blog, DeepSeek V4 in vLLM, 2026-04-24",
+    "https://vllm.ai/blog/deepseek-v4",
+    "read in copies of the post, which have this path.",
+)
 V4 = Source("DeepSeek-V4, arXiv 2606.19348, introduction", "https://arxiv.org/abs/2606.19348")
 FLASH_MLA = Source("FlashMLA, README", "https://github.com/deepseek-ai/FlashMLA")
 HF_MEM_60 = Source("hf-mem, issue 60, with a log of vLLM", "https://github.com/alvarobartt/hf-mem/issues/60")
@@ -144,9 +151,9 @@ GEMMA = Source(
 )
 LLAMA_CPP = Source(
     "log of llama.cpp as it starts",
-    "https://github.com/ggml-org/llama.cpp",
-    "users post such logs; no one post is their home. States of convolutions are in float32 there, so ours "
-    "are too in these lines.",
+    "",
+    "seen in logs that users posted, which have no stable address: hearsay, unless you start llama.cpp. "
+    "States of convolutions are in float32 there, so ours are too in these lines.",
 )
 
 
@@ -491,8 +498,9 @@ CAVEATS: Mapping[str, str] = {
 # The page
 
 
+@functools.cache
 def page() -> str:
-    """The text of docs/models.md."""
+    """The text of docs/models.md. Made once: nothing that it says changes meanwhile."""
     parts = (_opening(), _models(), _published(), _origins(), _command())
     return "\n\n".join(_fill(block) for part in parts for block in part.strip().split("\n\n")) + "\n"
 
@@ -544,8 +552,8 @@ def _models() -> str:
 One rank, the model's own dtype, bfloat16 where its config has none. Recurrent states are in float32, entries
 of DeepSeek-V4 and indexer keys in fp8. A token is what one more costs for good: windows and states do not
 grow. A request is the most that it holds while it grows a token at a time: whole pages, and its states. A
-checkpoint is what has to be kept of the states to resume there. KiB, MiB and GiB are powers of 1,024; 8k is
-8,192 tokens.
+checkpoint is what has to be kept of the states to resume there; it lies in a whole row
+all the same. KiB, MiB and GiB are powers of 1,024; 8k is 8,192 tokens.
 
 {_table(head, rows)}
 
@@ -588,7 +596,7 @@ def _published() -> str:
             each.printed,
             _ours(each),
             f"{each.verdict}: {each.note}" if each.note else each.verdict,
-            f"[{each.source.title}]({each.source.address}){marks.get(each.source, '')}",
+            _link(each.source) + marks.get(each.source, ""),
         )
         for each in PUBLISHED
     ]
@@ -606,6 +614,10 @@ one, to its last digit; {len(PUBLISHED) - agree - differ} we cannot explain.
 
 {notes}
 """
+
+
+def _link(source: Source) -> str:
+    return f"[{source.title}]({source.address})" if source.address else source.title
 
 
 def _ours(figure: Published) -> str:
@@ -634,7 +646,7 @@ def _origins() -> str:
 `src/pagoda/layout/models` has {len(names)} files. Each is the model's own config.json on Hugging Face, cut to
 the fields that decide what is stored; names and nesting are the original's. Values were read in published
 copies of those files, or where they are quoted. All but MiniMax-Text-01, whose config needs code of its own,
-were also loaded with transformers' config classes, and gave the same layers.
+are also loaded with transformers' config classes, and give the same layers: a test says so.
 
 What they leave out:
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from pagoda import __version__
-from pagoda.cli import demo
+from pagoda.cli import demo, plan
 from pagoda.errors import PagodaError
 
 __all__ = ["main"]
@@ -28,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     tour.add_argument("--device", default="cpu", help="where the pool lies: cpu (the default) or cuda")
     tour.set_defaults(run=lambda options: demo.run(options.part, options.device, sys.stdout))
+    sizes = commands.add_parser("plan", help="what a model's cache takes, and what fits into memory")
+    plan.configure(sizes)
+    sizes.set_defaults(run=lambda options: plan.run(options, sys.stdout))
     options = parser.parse_args(arguments)
     try:
         options.run(options)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagoda.errors import ConfigError
-from pagoda.layout.numbers import count
+from pagoda.layout.numbers import count, show
 
 __all__ = [
     "DTYPES",
@@ -55,11 +55,12 @@ def dtype_name(value: Any, name: str, allowed: tuple[str, ...] = tuple(DTYPES)) 
 
     O(1). Errors: ConfigError that lists what is allowed.
     """
-    text = str(value).removeprefix("torch.").lower()
+    text = value if isinstance(value, str) else str(value) if type(value).__name__ == "dtype" else ""
+    text = text.removeprefix("torch.").lower()
     text = _ALSO.get(text, text)
     if text not in allowed:
         shorts = [short for short, long in _ALSO.items() if long in allowed]
-        raise ConfigError(f"{name}: give one of {', '.join((*allowed, *shorts))}, not {str(value)[:40]!r}")
+        raise ConfigError(f"{name}: give one of {', '.join((*allowed, *shorts))}, not {show(value)}")
     return text
 
 
@@ -76,6 +77,8 @@ class Part:
     initial: float = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.shape, (tuple, list)):
+            raise ConfigError(f"shape of {self.name}: give a tuple of sizes, not {type(self.shape).__name__}")
         shape = tuple(count(size, f"shape of {self.name}") for size in self.shape)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "dtype", dtype_name(self.dtype, f"dtype of {self.name}"))
@@ -100,6 +103,8 @@ class Entry:
     page_multiple: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.parts, (tuple, list)) or not isinstance(self.scales, (tuple, list)):
+            raise ConfigError(f"entry {self.name}: give at least one Part, in a tuple")
         object.__setattr__(self, "parts", tuple(self.parts))
         object.__setattr__(self, "scales", tuple(self.scales))
         if not self.parts or not all(isinstance(part, Part) for part in (*self.parts, *self.scales)):
@@ -143,7 +148,7 @@ def latent(latent_dim: int, rope_dim: int, dtype: str) -> Entry:
 def latent_fp8(latent_dim: int, rope_dim: int, block: int = 128) -> Entry:
     """A token of latent attention as FlashMLA's sparse kernels read it: fp8, a float32 scale for each
     `block` values, the rotated key in bfloat16; 656 B for 512 + 64. O(1). Errors: ConfigError."""
-    if latent_dim % block:
+    if count(latent_dim, "latent_dim") % count(block, "block"):
         raise ConfigError(f"latent_dim: {latent_dim} is no multiple of {block}, the values under one scale")
     return Entry(
         "latent",
@@ -164,8 +169,8 @@ def compressed_fp8(head_dim: int, rope_dim: int, block: int = 64, scale_multiple
     flat_dim = count(head_dim, "head_dim") - count(rope_dim, "rope_dim")
     if flat_dim < 1:
         raise ConfigError(f"rope_dim: {rope_dim} leaves nothing of head_dim = {head_dim}")
-    num_scales = -(-flat_dim // block)
-    padding = -num_scales % scale_multiple
+    num_scales = -(-flat_dim // count(block, "block"))
+    padding = -num_scales % count(scale_multiple, "scale_multiple")
     return Entry(
         "compressed",
         (Part("flat", (flat_dim,), "float8_e4m3fn"), Part("rope", (rope_dim,), "bfloat16")),

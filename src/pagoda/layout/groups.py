@@ -14,7 +14,7 @@ from fractions import Fraction
 from pagoda.errors import ConfigError
 from pagoda.layout.entries import Part
 from pagoda.layout.kinds import Kind, Pages
-from pagoda.layout.numbers import count
+from pagoda.layout.numbers import count, show
 
 __all__ = ["PagedGroup", "StateGroup", "form_groups"]
 
@@ -68,7 +68,7 @@ class PagedGroup:
         return Fraction(self.page_bytes, self.page_tokens)
 
     @property
-    def entry_bytes(self) -> Fraction:
+    def unpadded_token_bytes(self) -> Fraction:
         """Bytes a token in all layers of the group, without padding. O(tensors of a layer)."""
         return Fraction(
             len(self.layers) * sum(entry.num_bytes for entry in self.pages.entries), self.pages.ratio
@@ -104,9 +104,12 @@ class PagedGroup:
         sinks = -(-self.pages.sink_tokens // self.page_tokens)
         return min(whole, sinks + (held + self.page_tokens - 2) // self.page_tokens + 1)
 
-    def layer_bytes(self, length: int) -> dict[str, int]:
-        """Bytes that one layer has to keep of `length` tokens, by tensor, pages aside. O(tensors)."""
+    def layer_bytes(self, layer: int, length: int) -> dict[str, int]:
+        """Bytes that a layer, by its number in the model, has to keep of `length` tokens, by tensor, pages
+        aside; nothing if it is not of this group. O(layers + tensors). Errors: ConfigError."""
         kept = count(length, "length", low=0)
+        if layer not in self.layers:
+            return {}
         if self.window is not None:
             kept = min(kept, self.window - 1 + min(self.pages.sink_tokens, max(0, kept - self.window + 1)))
         return {entry.name: kept // self.pages.ratio * entry.num_bytes for entry in self.pages.entries}
@@ -138,8 +141,12 @@ class StateGroup:
         """Rows of a request: one, however long. O(1)."""
         return 1
 
-    def layer_bytes(self, layer: int) -> dict[str, int]:
-        """Bytes that one layer keeps a row, by part; `layer` is its number in the model. O(layers)."""
+    def layer_bytes(self, layer: int, length: int) -> dict[str, int]:
+        """Bytes that a layer, by its number in the model, keeps of a request, by part, however long it is;
+        nothing if it is not of this group. O(layers). Errors: ConfigError."""
+        count(length, "length", low=0)
+        if layer not in self.layers:
+            return {}
         return {part.name: part.num_bytes for part in self.parts[self.layers.index(layer)]}
 
 
@@ -162,11 +169,20 @@ def form_groups(
     for pages in members:
         same = sum(other.name == pages.name for other in names.values())
         names[pages.name if not same else f"{pages.name}-{same + 1}"] = pages
+    if isinstance(page_tokens, dict):
+        for key, tokens in page_tokens.items():
+            if key not in names:
+                raise ConfigError(
+                    f"page_tokens: there is no paged group {show(key)}, only {', '.join(names) or 'none'}"
+                )
+            count(tokens, f"page_tokens of {key}")
+    elif page_tokens is not None and not names:
+        count(page_tokens, "page_tokens")
     # Where attention is compressed at several ratios, a page of each ends where all have a whole entry.
     together = math.lcm(*(pages.ratio for pages in members))
     groups: list[PagedGroup | StateGroup] = []
     for name, pages in names.items():
-        tokens = _page_tokens(name, pages, page_tokens, names, together)
+        tokens = _page_tokens(name, pages, page_tokens, together)
         groups.append(PagedGroup(name, tuple(members[pages]), pages, tokens))
     if states:
         parts = tuple(tuple(part for kind in kinds for part in kind.state) for kinds in states.values())
@@ -175,18 +191,10 @@ def form_groups(
     return tuple(groups)
 
 
-def _page_tokens(
-    name: str, pages: Pages, given: dict[str, int] | int | None, names: dict[str, Pages], together: int
-) -> int:
+def _page_tokens(name: str, pages: Pages, given: dict[str, int] | int | None, together: int) -> int:
     usual = together if pages.ratio > 1 else _USUAL_PAGE_TOKENS.get(pages.name, 16)
-    if isinstance(given, dict):
-        for key in given:
-            if key not in names:
-                raise ConfigError(
-                    f"page_tokens: there is no paged group {key!r}, only {', '.join(names) or 'none'}"
-                )
-        given = given.get(name)
-    tokens = usual if given is None else count(given, f"page_tokens of {name}")
+    tokens = given.get(name, usual) if isinstance(given, dict) else usual if given is None else given
+    count(tokens, f"page_tokens of {name}")
     if pages.ratio > 1 and tokens % together:
         raise ConfigError(
             f"page_tokens of {name}: give a multiple of {together}, where entries of all ratios end, "

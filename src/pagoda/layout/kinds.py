@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Self
 
 from pagoda.errors import ConfigError
@@ -60,20 +61,23 @@ class Pages:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind(ABC):
-    """What one layer stores. Sizes are checked when it is made. Errors: ConfigError, naming the field."""
+    """What one layer stores. Sizes are checked when it is made. Errors: ConfigError, naming the field.
+
+    `pages` and `state` are computed once a value: many layers of a model are one and the same value."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.type == "int":
+            kind = each.type if isinstance(each.type, str) else getattr(each.type, "__name__", "")
+            if kind == "int":
                 object.__setattr__(self, each.name, count(value, each.name, each.metadata.get("low", 1)))
-            elif each.type == "str":
+            elif kind == "str":
                 object.__setattr__(self, each.name, dtype_name(value, each.name, KV_DTYPES))
-            elif (
-                each.type.startswith("Entry")
-                and not isinstance(value, Entry)
-                and not (value is None and each.type == "Entry | None")
-            ):
+            elif kind == "bool" and not isinstance(value, bool):
+                raise ConfigError(f"{each.name}: give True or False, not {type(value).__name__}")
+            elif kind == "Entry" or (kind == "Entry | None" and value is not None):
+                if isinstance(value, Entry):
+                    continue
                 raise ConfigError(f"{each.name}: give an Entry, not {type(value).__name__}")
 
     @property
@@ -127,7 +131,7 @@ class FullAttention(Kind):
     v_dim: int
     dtype: str = "bfloat16"
 
-    @property
+    @cached_property
     def pages(self) -> Pages:
         """Keys and values. O(1)."""
         return Pages("full", self._entries())
@@ -151,7 +155,7 @@ class WindowAttention(FullAttention):
     window: int
     sink_tokens: int = field(default=0, metadata={"low": 0})
 
-    @property
+    @cached_property
     def pages(self) -> Pages:
         """Keys and values that live as long as a window reaches them. O(1)."""
         return Pages("window", self._entries(), window=self.window, sink_tokens=self.sink_tokens)
@@ -167,7 +171,7 @@ class LatentAttention(Kind):
     entry: Entry
     index: Entry | None = None
 
-    @property
+    @cached_property
     def pages(self) -> Pages:
         """The latent entry, and the indexer's key. O(1)."""
         return Pages("latent", (self.entry,) if self.index is None else (self.entry, self.index))
@@ -204,10 +208,13 @@ class RingWindow(Kind):
         """Rows of the ring. O(1)."""
         return self.window + self.unaccepted - 1
 
-    @property
+    def _ring(self) -> Part:
+        return Part("window", (self.ring, self.entry.num_bytes), "uint8")
+
+    @cached_property
     def state(self) -> tuple[Part, ...]:
         """The ring, as bytes: [rows, bytes of an entry]. O(1)."""
-        return (Part("window", (self.ring, self.entry.num_bytes), "uint8"),)
+        return (self._ring(),)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -243,7 +250,7 @@ class CompressedAttention(RingWindow):
         """Rows of the compressor: the tokens that an entry is made of, and those not yet accepted. O(1)."""
         return self.ratio * (2 if self.overlap else 1) + self.unaccepted - 1
 
-    @property
+    @cached_property
     def pages(self) -> Pages:
         """The compressed entry, and the indexer's key of it. O(1)."""
         entries = (self.entry,) if self.index is None else (self.entry, self.index)
@@ -256,12 +263,12 @@ class CompressedAttention(RingWindow):
             Part(f"{name}_scores", shape, "float32", float("-inf")),
         )
 
-    @property
+    @cached_property
     def state(self) -> tuple[Part, ...]:
         """The ring, and the compressors' rows. O(1)."""
         main = self._compressor("main", self.head_dim)
         index = self._compressor("index", self.index_dim) if self.index_dim else ()
-        return (*super().state, *main, *index)
+        return (self._ring(), *main, *index)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -296,7 +303,7 @@ class GatedDelta(RecurrentKind):
     dtype: str = "bfloat16"
     state_dtype: str = "float32"
 
-    @property
+    @cached_property
     def state(self) -> tuple[Part, ...]:
         """Convolution and recurrent state. O(1)."""
         channels = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
@@ -319,7 +326,7 @@ class KimiDelta(RecurrentKind):
     dtype: str = "bfloat16"
     state_dtype: str = "float32"
 
-    @property
+    @cached_property
     def state(self) -> tuple[Part, ...]:
         """Convolution and recurrent state. O(1)."""
         recurrent = Part("recurrent", (self.heads, self.dim, self.dim), self.state_dtype)
@@ -340,7 +347,7 @@ class Mamba1(RecurrentKind):
     dtype: str = "bfloat16"
     state_dtype: str = "float32"
 
-    @property
+    @cached_property
     def state(self) -> tuple[Part, ...]:
         """Convolution and recurrent state. O(1)."""
         recurrent = Part("recurrent", (self.channels, self.state_dim), self.state_dtype)
@@ -364,7 +371,7 @@ class Mamba2(RecurrentKind):
     dtype: str = "bfloat16"
     state_dtype: str = "float32"
 
-    @property
+    @cached_property
     def state(self) -> tuple[Part, ...]:
         """Convolution and recurrent state. O(1)."""
         channels = self.heads * self.head_dim + 2 * self.groups * self.state_dim
@@ -385,7 +392,7 @@ class ShortConv(RecurrentKind):
     kernel: int
     dtype: str = "bfloat16"
 
-    @property
+    @cached_property
     def state(self) -> tuple[Part, ...]:
         """The convolution's last inputs. O(1)."""
         return self._state(self.channels, self.kernel, self.dtype)
@@ -403,7 +410,7 @@ class Lightning(RecurrentKind):
     dim: int
     state_dtype: str = "float32"
 
-    @property
+    @cached_property
     def state(self) -> tuple[Part, ...]:
         """The recurrent state. O(1)."""
         return (Part("recurrent", (self.heads, self.dim, self.dim), self.state_dtype),)

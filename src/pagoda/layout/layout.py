@@ -12,9 +12,9 @@ from typing import Any
 
 from pagoda.errors import ArgumentError, ConfigError
 from pagoda.layout.groups import PagedGroup, StateGroup, form_groups
-from pagoda.layout.kinds import Kind, SharedAttention
+from pagoda.layout.kinds import Kind, Pages, SharedAttention
 from pagoda.layout.numbers import count, integer
-from pagoda.layout.sizing import Budget, Mix, divide, longest_request, max_requests
+from pagoda.layout.sizing import Budget, Mix, divide, longest_request, max_requests, memory_for
 
 __all__ = ["Layout", "Need"]
 
@@ -42,6 +42,11 @@ class Layout:
     Cost: O(layers). Errors: ConfigError.
     """
 
+    _layers: tuple[tuple[Kind, ...], ...]
+    _groups: tuple[PagedGroup | StateGroup, ...]
+    _name: str
+    _context: int | None
+
     def __init__(
         self,
         layers: Sequence[Kind | Sequence[Kind]],
@@ -50,11 +55,20 @@ class Layout:
         name: str = "",
         context: int | None = None,
     ) -> None:
-        self._layers = _read_layers(layers)
-        self._name = str(name)
-        self._context = None if context is None else count(context, "context")
         sizes = dict(page_tokens) if isinstance(page_tokens, Mapping) else page_tokens
-        self._groups = form_groups(self._layers, sizes)
+        read = _read_layers(layers)
+        self.__dict__.update(
+            _layers=read,
+            _name=str(name),
+            _context=None if context is None else count(context, "context"),
+            _groups=form_groups(read, sizes),
+        )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name}: a Layout is frozen: make another one")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{name}: a Layout is frozen: make another one")
 
     @property
     def layers(self) -> tuple[tuple[Kind, ...], ...]:
@@ -123,15 +137,13 @@ class Layout:
 
     def layer_bytes(self, layer: int, length: int) -> dict[str, int]:
         """Bytes that one layer has to keep for a request of `length` tokens, by tensor, before they are cut
-        into pages: what the next token will read, and all of a state. O(groups). Errors: ArgumentError,
+        into pages: what the next token will read, and all of a state. O(layers). Errors: ArgumentError,
         ConfigError."""
         number = self._number(layer)
         count(length, "length", low=0)
         stored: dict[str, int] = {}
         for group in self._groups:
-            if number in group.layers:
-                is_paged = isinstance(group, PagedGroup)
-                stored |= group.layer_bytes(length if is_paged else number)
+            stored |= group.layer_bytes(number, length)
         return stored
 
     @property
@@ -170,7 +182,9 @@ class Layout:
         """
         number = integer(length, "length", 0, ArgumentError)
         if number % self.resume_step:
-            raise ArgumentError(f"length: requests resume at multiples of {self.resume_step}, not {number}")
+            raise ArgumentError(
+                f"length: requests resume at multiples of {self.resume_step}, not {min(number, 10**18)}"
+            )
         if number == 0:
             return tuple(Need(group.name) for group in self._groups)
         return tuple(
@@ -190,16 +204,29 @@ class Layout:
                 layers.append([kind.shard(ranks) for kind in kinds])
             except ConfigError as unfit:
                 raise ConfigError(f"layer {number}: {unfit}") from None
-        return Layout(layers, self.page_tokens, name=self._name, context=self._context)
+        # Groups that differed in their heads alone may be one now.
+        sizes: dict[Pages, int] = {}
+        for group in self.paged_groups:
+            first = group.layers[0]
+            pairs = zip(layers[first], self._layers[first], strict=True)
+            pages = next(new.pages for new, old in pairs if old.pages == group.pages)
+            if pages is not None and sizes.setdefault(pages, group.page_tokens) != group.page_tokens:
+                raise ConfigError(
+                    f"group {group.name} is one with another on {ranks} ranks: give both one page size"
+                )
+        names = Layout(layers).paged_groups
+        return Layout(layers, {g.name: sizes[g.pages] for g in names}, name=self._name, context=self._context)
 
     def divide(self, memory: int | str, mix: Mix, *, chunk: int = 1, checkpoints: int = 0) -> Budget:
         """Divide bytes between the groups so that as many requests as possible run at once.
 
-        `memory` is a number or text such as '80GiB'. `mix` says how long requests are: a length, a list of
-        lengths, or lengths with their weights; each counts with the most it holds while it grows. `chunk`
-        tokens of prefill are in flight a step, over all requests: windows hold them besides. `checkpoints`
-        rows of states are kept a request, besides its own. O(lengths × groups × log memory). Errors:
-        ConfigError, also when the longest of the mix does not fit by itself."""
+        `memory` is a number or text such as '80GiB'. `mix` says how long requests are: a length, a list, an
+        array or another iterable of lengths, or lengths with their weights; each counts with the most it
+        holds while it grows. `chunk` tokens of prefill are in flight a step, over all requests: windows hold
+        them besides. `checkpoints` are kept a request besides its own row of states; each is charged a whole
+        row, because it lies in the pool of states, even where it needs less of one (`checkpoint_bytes`).
+        O(lengths × groups × log memory). Errors: ConfigError, also when the longest of the mix does not fit
+        by itself."""
         return divide(self._groups, memory, mix, chunk, checkpoints)
 
     def max_requests(self, memory: int | str, length: int, *, chunk: int = 1, checkpoints: int = 0) -> int:
@@ -209,18 +236,27 @@ class Layout:
         """
         return max_requests(self._groups, memory, length, chunk, checkpoints)
 
-    def longest_request(self, memory: int | str, *, chunk: int = 1) -> int | None:
+    def memory_for(self, requests: int, length: int, *, chunk: int = 1, checkpoints: int = 0) -> int:
+        """Bytes in which so many requests of `length` tokens fit at once, padding included. O(groups).
+
+        Arguments as for `divide`. Errors: ConfigError.
+        """
+        return memory_for(self._groups, requests, length, chunk, checkpoints)
+
+    def longest_request(self, memory: int | str, *, chunk: int = 1, checkpoints: int = 0) -> int | None:
         """Tokens of the longest request that fits by itself; None when any does, 0 when none. O(groups ×
         log memory).
 
         Errors: ConfigError.
         """
-        return longest_request(self._groups, memory, chunk)
+        return longest_request(self._groups, memory, chunk, checkpoints)
 
     def _number(self, layer: int) -> int:
         number = integer(layer, "layer", 0, ArgumentError)
         if number >= len(self._layers):
-            raise ArgumentError(f"layer: there are layers 0 to {len(self._layers) - 1}, not {number}")
+            raise ArgumentError(
+                f"layer: there are layers 0 to {len(self._layers) - 1}, not {min(number, 10**18)}"
+            )
         return number
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pagoda.errors import ArgumentError, ConfigError
 
-__all__ = ["count", "integer", "num_bytes", "num_tokens", "show_bytes", "show_tokens"]
+__all__ = ["count", "integer", "num_bytes", "num_tokens", "show", "show_bytes", "show_tokens"]
 
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "p": 2**50}
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
@@ -46,10 +46,10 @@ def num_bytes(value: Any, name: str = "memory") -> int:
         return count(value, name, low=0)
     found = _AMOUNT.fullmatch(value.strip())
     if found is None:
-        raise ConfigError(f"{name}: {_cut(value)} is no size: write for example 80GiB, 1.5GB or 512M")
+        raise ConfigError(f"{name}: {show(value)} is no size: write for example 80GiB, 1.5GB or 512M")
     digits, letter, unit = found.group(1), found.group(2).lower(), found.group(3).lower()
     if unit == "i" or (unit == "ib" and not letter):
-        raise ConfigError(f"{name}: {_cut(value)} is no size: write GiB for 2^30 bytes, GB for 10^9")
+        raise ConfigError(f"{name}: {show(value)} is no size: write GiB for 2^30 bytes, GB for 10^9")
     scale = (_DECIMAL if unit == "b" else _BINARY)[letter]
     return count(int(_fraction(digits, value, name) * scale), name, low=0)
 
@@ -63,15 +63,24 @@ def num_tokens(value: Any, name: str = "context") -> int:
         return count(value, name)
     found = _AMOUNT.fullmatch(value.strip())
     if found is None or found.group(3) or found.group(2).lower() not in ("", "k", "m"):
-        raise ConfigError(f"{name}: {_cut(value)} is no number of tokens: write for example 8192, 128k or 1M")
+        raise ConfigError(f"{name}: {show(value)} is no number of tokens: write for example 8192, 128k or 1M")
     tokens = _fraction(found.group(1), value, name) * _BINARY[found.group(2).lower()]
     if tokens.denominator != 1:
-        raise ConfigError(f"{name}: {_cut(value)} is no whole number of tokens")
+        raise ConfigError(f"{name}: {show(value)} is no whole number of tokens")
     return count(int(tokens), name)
 
 
-def show_bytes(size: float) -> str:
+def show(value: object, most: int = 40) -> str:
+    """Any value in a message: quoted, on one line, cut. O(1)."""
+    try:
+        return repr(str(value)[:most])
+    except (RecursionError, ValueError):  # nested without end, or an integer of thousands of digits
+        return f"a {type(value).__name__} too long to print"
+
+
+def show_bytes(size: float | Fraction) -> str:
     """Bytes in the unit that people would use: '131,072 B' below a MiB, '1.5 MiB', '80 GiB'. O(1)."""
+    size = float(size)
     for unit, letter in ((2**40, "T"), (2**30, "G"), (2**20, "M")):
         if size >= unit:
             return f"{size / unit:,.2f}".rstrip("0").rstrip(".") + f" {letter}iB"
@@ -88,12 +97,8 @@ def show_tokens(tokens: int) -> str:
 
 def _fraction(digits: str, value: str, name: str) -> Fraction:
     if len(digits) > 40:
-        raise ConfigError(f"{name}: {_cut(value)} is longer than any number of bytes")
+        raise ConfigError(f"{name}: {show(value)} is longer than any number of bytes")
     try:
         return Fraction(digits)
     except ValueError:
-        raise ConfigError(f"{name}: {_cut(value)} is no number") from None
-
-
-def _cut(value: str) -> str:
-    return repr(value if len(value) <= 40 else value[:37] + "...")
+        raise ConfigError(f"{name}: {show(value)} is no number") from None

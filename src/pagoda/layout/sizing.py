@@ -7,19 +7,20 @@ can hold the longest request asked for; no larger share of the mix would fit."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, TypeAlias
 
 from pagoda.errors import ConfigError
 from pagoda.layout.groups import PagedGroup, StateGroup
-from pagoda.layout.numbers import count, num_bytes, show_bytes
+from pagoda.layout.numbers import count, num_bytes, show, show_bytes
 
-__all__ = ["Budget", "Groups", "Mix", "Share", "divide", "longest_request", "max_requests"]
+__all__ = ["Budget", "Groups", "Mix", "Share", "divide", "longest_request", "max_requests", "memory_for"]
 
 Groups: TypeAlias = Sequence[PagedGroup | StateGroup]
-Mix: TypeAlias = Mapping[int, float] | Sequence[int] | int
+Mix: TypeAlias = Mapping[int, float | Fraction] | Mapping[int, int] | Iterable[int] | int
 
 _ENDLESS = 2**62  # tokens: longer than any request
 
@@ -76,7 +77,7 @@ def divide(groups: Groups, memory: int | str, mix: Mix, chunk: int, checkpoints:
     if least > memory_bytes:
         longest = max(weights)
         raise ConfigError(
-            f"a request of {longest:,} tokens needs {show_bytes(least)} of cache, "
+            f"a request of {longest:,} tokens needs {show_bytes(least)} of cache ({least:,} B), "
             f"and there are {show_bytes(memory_bytes)}: give more memory or shorter requests"
         )
 
@@ -95,23 +96,30 @@ def divide(groups: Groups, memory: int | str, mix: Mix, chunk: int, checkpoints:
 def max_requests(groups: Groups, memory: int | str, length: int, chunk: int, checkpoints: int) -> int:
     """As `Layout.max_requests`."""
     memory_bytes = num_bytes(memory)
-    demands = _demands(groups, {count(length, "length"): Fraction(1)}, chunk, checkpoints)
-    once = sum(demand.extra * demand.group.unit_bytes for demand in demands)
-    each = sum(demand.longest * demand.group.unit_bytes for demand in demands)
+    once = memory_for(groups, 0, length, chunk, checkpoints)
+    each = memory_for(groups, 1, length, chunk, checkpoints) - once
     return max(0, (memory_bytes - once) // each)
 
 
-def longest_request(groups: Groups, memory: int | str, chunk: int) -> int | None:
+def memory_for(groups: Groups, requests: int, length: int, chunk: int, checkpoints: int) -> int:
+    """As `Layout.memory_for`."""
+    count(requests, "requests", low=0)
+    demands = _demands(groups, {count(length, "length"): Fraction(1)}, chunk, checkpoints)
+    return sum((demand.extra + requests * demand.longest) * demand.group.unit_bytes for demand in demands)
+
+
+def longest_request(groups: Groups, memory: int | str, chunk: int, checkpoints: int) -> int | None:
     """As `Layout.longest_request`."""
     memory_bytes = num_bytes(memory)
+    count(chunk, "chunk")
 
     def fits(length: int) -> bool:
-        return max_requests(groups, memory_bytes, length, chunk, checkpoints=0) > 0
+        return max_requests(groups, memory_bytes, length, chunk, checkpoints) > 0
 
+    if not groups or fits(_ENDLESS):
+        return None
     if not fits(1):
         return 0
-    if fits(_ENDLESS):
-        return None
     low, high = 1, _ENDLESS
     while high - low > 1:
         middle = (low + high) // 2
@@ -130,12 +138,17 @@ class _Demand:
 
     @staticmethod
     def of(group: PagedGroup | StateGroup, weights: Mapping[int, Fraction], chunk: int, rows: int) -> _Demand:
-        each = rows if isinstance(group, StateGroup) else 1
-        units = {length: each * group.peak_units(length) for length in weights}
-        mean = sum((weights[length] * units[length] for length in weights), Fraction(0))
-        extra = 1
+        each, step, extra = rows if isinstance(group, StateGroup) else 1, 1, 1
         if isinstance(group, PagedGroup) and group.window is not None:
-            extra += -(-(chunk - 1) // group.page_tokens)
+            # However a chunk is shared out: from `enough` tokens on a request holds a page more; what a chunk
+            # has beyond that takes a page for every page's worth of tokens, whoever gets them.
+            enough = group.page_tokens - (group.window - 2) % group.page_tokens + 1
+            if chunk >= enough:
+                is_each = enough <= group.page_tokens
+                step = enough if is_each else 1
+                extra += (chunk - enough) // group.page_tokens + (0 if is_each else 1)
+        units = {length: each * group.peak_units(length, step) for length in weights}
+        mean = sum((weights[length] * units[length] for length in weights), Fraction(0))
         return _Demand(group, mean, max(units.values()), extra)
 
     def units_for(self, requests: Fraction) -> int:
@@ -167,22 +180,30 @@ def _demands(groups: Groups, weights: Mapping[int, Fraction], chunk: int, checkp
 
 def _read_mix(mix: Any) -> dict[int, Fraction]:
     """Lengths with weights that add up to 1, or a ConfigError."""
-    if isinstance(mix, Mapping):
-        pairs = list(mix.items())
-    elif isinstance(mix, Sequence) and not isinstance(mix, (str, bytes)):
-        pairs = [(length, 1) for length in mix]
-    else:
-        pairs = [(mix, 1)]
+    pairs: list[tuple[Any, Any]]
+    try:
+        pairs = [(operator.index(mix), 1)]
+    except TypeError:
+        if isinstance(mix, Mapping):
+            pairs = list(mix.items())
+        elif isinstance(mix, Iterable) and not isinstance(mix, (str, bytes, Set)):
+            pairs = [(length, 1) for length in mix]
+        else:  # a set does not know how often a length comes
+            raise ConfigError(
+                f"mix: give a length, a list of lengths or a dict with weights, not {type(mix).__name__}"
+            ) from None
     if not pairs:
         raise ConfigError("mix: give at least one length")
     weights: dict[int, Fraction] = {}
     for length, weight in pairs:
         try:
             share = Fraction(weight)
-        except (TypeError, ValueError, OverflowError):
-            raise ConfigError(f"mix: give a number as the weight of {length!r}, not {weight!r}") from None
+        except (TypeError, ValueError, ArithmeticError):
+            raise ConfigError(
+                f"mix: give a number as the weight of {show(length)}, not {show(weight)}"
+            ) from None
         if share <= 0:
-            raise ConfigError(f"mix: give a weight above 0 for {length!r}, not {weight!r}")
+            raise ConfigError(f"mix: give a weight above 0 for {show(length)}, not {show(weight)}")
         tokens = count(length, "length in mix")
         weights[tokens] = weights.get(tokens, Fraction(0)) + share
     whole = sum(weights.values())

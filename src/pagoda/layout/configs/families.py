@@ -1,7 +1,9 @@
 """The families: for each `model_type`, which kinds of layers it has, how to read them, what its configs
 leave out.
 
-To add a family, add a line to `FAMILIES`; for a kind of layer that is not here yet, a function to readers.py.
+To add a family, add a line to `FAMILIES`, or to `ALIASES` if it stores and leaves out what another does; for
+a kind of layer that is not here yet, a function to readers.py, and for an order of layers that is not, one to
+patterns.py.
 """
 
 from __future__ import annotations
@@ -12,21 +14,34 @@ from typing import Any
 
 from pagoda.layout.configs import readers
 from pagoda.layout.configs.fields import Fields
+from pagoda.layout.configs.patterns import (
+    Types,
+    all_of,
+    deepseek_v4,
+    every,
+    exaone4,
+    full_at,
+    gemma3,
+    glm_moe_dsa,
+    jamba,
+    kimi,
+    listed,
+    llama4,
+    minimax,
+    nemotron_h,
+    sliding_every_other,
+    sliding_from_layer,
+    sliding_if_given,
+    smollm3,
+    zamba2,
+)
 from pagoda.layout.configs.readers import Options
 from pagoda.layout.kinds import Kind
 
-__all__ = ["FAMILIES", "Family"]
+__all__ = ["ALIASES", "FAMILIES", "Family"]
 
-Types = Callable[[Fields], list[str]]
 Reader = Callable[[Fields, Options], Kind]
-
-# What older configs call the kinds of layers.
-ALSO = {
-    "attention": "full_attention",
-    "mamba": "linear_attention",
-    "mamba2": "linear_attention",
-    "deepseek_sparse_attention": "indexed_attention",
-}
+Kinds = Mapping[str, tuple[Reader, ...]]
 
 
 @dataclass(frozen=True)
@@ -34,133 +49,24 @@ class Family:
     """How to read the configs of one model type.
 
     `types` names the kind of each layer, `kinds` reads each kind; `defaults` are those of the family's
-    config class, for configs are written without what equals a default."""
+    config class, for configs are written without what equals a default. `context` is the longest context
+    where a config does not say; 0 if its class does not say either."""
 
     types: Types
-    kinds: Mapping[str, tuple[Reader, ...]]
+    kinds: Kinds
     defaults: Mapping[str, Any] = field(default_factory=dict)
-
-
-def num_layers(fields: Fields) -> int:
-    return fields.integer("num_hidden_layers", "n_layer", "num_layers")
-
-
-def listed(otherwise: Types) -> Types:
-    """The types that a config lists, by the names of today, or what `otherwise` derives."""
-
-    def types(fields: Fields) -> list[str]:
-        for name in ("layer_types", "layers_block_type"):
-            found = fields.list(name)
-            if found is not None:
-                return [ALSO.get(str(each), str(each)) for each in found]
-        return otherwise(fields)
-
-    return types
-
-
-def all_of(kind: str) -> Types:
-    return lambda fields: [kind] * num_layers(fields)
-
-
-def every(period: int, kind: str, others: str, period_field: str = "") -> Types:
-    """The last layer of each `period` is of one kind, the rest of another."""
-
-    def types(fields: Fields) -> list[str]:
-        step = fields.integer(period_field, default=period) if period_field else period
-        return [kind if (i + 1) % step == 0 else others for i in range(num_layers(fields))]
-
-    return types
-
-
-def sliding_if_given(fields: Fields) -> list[str]:
-    """All layers slide if there is a window (Mistral), and if the config does not switch it off (Qwen)."""
-    is_on = fields.has("sliding_window") and fields.get("use_sliding_window") is not False
-    return ["sliding_attention" if is_on else "full_attention"] * num_layers(fields)
-
-
-def sliding_from_layer(fields: Fields) -> list[str]:
-    """Layers from `max_window_layers` on slide, if the config switches it on (Qwen2, Qwen3)."""
-    is_on = fields.get("use_sliding_window") is True and bool(fields.get("sliding_window"))
-    first = fields.integer("max_window_layers", low=0)
-    n = num_layers(fields)
-    return ["sliding_attention" if is_on and i >= first else "full_attention" for i in range(n)]
-
-
-def gemma3(fields: Fields) -> list[str]:
-    return every(6, "full_attention", "sliding_attention", "sliding_window_pattern")(fields)
-
-
-def full_at(name: str, others: str) -> Types:
-    """A list of the layers that have attention (Bamba, LFM2)."""
-
-    def types(fields: Fields) -> list[str]:
-        n = num_layers(fields)
-        given = fields.list(name)
-        full = set(range(n) if given is None and others == "conv" else given or [])
-        return ["full_attention" if i in full else others for i in range(n)]
-
-    return types
-
-
-def jamba(fields: Fields) -> list[str]:
-    period, offset = fields.integer("attn_layer_period"), fields.integer("attn_layer_offset", low=0)
-    n = num_layers(fields)
-    return ["full_attention" if i % period == offset else "linear_attention" for i in range(n)]
-
-
-def kimi(fields: Fields) -> list[str]:
-    """Checkpoints list their layers, counted from 1."""
-    n = num_layers(fields)
-    own = fields.inner("linear_attn_config")
-    full = own.list("full_attn_layers") if own is not None else None
-    if full is None:
-        return ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(n)]
-    return ["full_attention" if i + 1 in full else "linear_attention" for i in range(n)]
-
-
-def minimax(fields: Fields) -> list[str]:
-    """0 is lightning attention, 1 full attention."""
-    given = fields.list("attn_type_list")
-    if given is not None:
-        return [{0: "linear_attention", 1: "full_attention"}.get(each, str(each)) for each in given]
-    return every(2, "linear_attention", "full_attention")(fields)
-
-
-def zamba2(fields: Fields) -> list[str]:
-    """Zamba2-2.7B's own pattern, which its config leaves out."""
-    plain, hybrid = ["linear_attention"], ["hybrid"]
-    return [*plain, *((plain * 5 + hybrid) * 7), *plain * 4, *hybrid, *plain * 3, *hybrid, *plain * 2]
-
-
-def nemotron_h(fields: Fields) -> list[str]:
-    pattern = fields.get("hybrid_override_pattern")
-    if not isinstance(pattern, str):
-        raise fields.error("it has no layers_block_type or hybrid_override_pattern")
-    names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-    return [names.get(letter, letter) for letter in pattern]
-
-
-def deepseek_v4(fields: Fields) -> list[str]:
-    """A ratio a layer; what follows the last layer belongs to layers that predict further tokens."""
-    n = num_layers(fields)
-    ratios = fields.list("compress_ratios")
-    if ratios is None:
-        raise fields.error("it has no layer_types or compress_ratios")
-    names = {
-        0: "sliding_attention",
-        4: "compressed_sparse_attention",
-        128: "heavily_compressed_attention",
-    }
-    return [names.get(ratio, f"compressed by {ratio}") for ratio in ratios[:n]]
+    context: int = 0
 
 
 FULL = {"full_attention": (readers.attention,)}
 SLIDING = {**FULL, "sliding_attention": (readers.sliding,)}
-LATENT = {"full_attention": (readers.latent_attention,), "indexed_attention": (readers.latent_attention,)}
+LATENT = {"full_attention": (readers.latent_attention,), "indexed_attention": (readers.indexed_attention,)}
 GATED_DELTA = {**FULL, "linear_attention": (readers.gated_delta,)}
-MAMBA1 = {**FULL, "linear_attention": (readers.mamba1,)}
-MAMBA2 = {**FULL, "linear_attention": (readers.mamba2,), "mlp": (), "moe": ()}
-BOTH = {**MAMBA2, "hybrid": (readers.attention, readers.mamba2)}
+MAMBA1 = {"linear_attention": (readers.mamba1,)}
+JAMBA = {**FULL, "linear_attention": (readers.expanded_mamba1,)}
+MAMBA2: Kinds = {**FULL, "linear_attention": (readers.mamba2,), "mlp": (), "moe": ()}
+MAMBA2_ALONE = {"linear_attention": (readers.mamba2_alone,)}
+BOTH: Kinds = {**MAMBA2, "hybrid": (readers.attention, readers.mamba2)}
 CONV = {**FULL, "conv": (readers.short_conv,)}
 COMPRESSED = {
     "sliding_attention": (readers.ring_window,),
@@ -196,78 +102,109 @@ _BAMBA: dict[str, Any] = {
 }
 _WINDOW: dict[str, Any] = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
-_full = listed(all_of("full_attention"))
 _sliding = listed(sliding_if_given)
 _delta = listed(every(4, "full_attention", "linear_attention", "full_attention_interval"))
 _deepseek_v3 = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
+_VL = _sizes(80, 8192, 64, 8, use_sliding_window=False, sliding_window=4096, max_window_layers=80)
+_full = all_of("full_attention")
+_qwen = listed(sliding_from_layer)
+
 FAMILIES: dict[str, Family] = {
     # Full and grouped attention, windows
-    "llama": Family(all_of("full_attention"), FULL, _sizes(32, 4096, 32)),
-    "mistral": Family(sliding_if_given, SLIDING, _sizes(32, 4096, 32, 8, sliding_window=4096)),
-    "mixtral": Family(sliding_if_given, SLIDING, _sizes(32, 4096, 32, 8)),
-    "ministral": Family(_sliding, SLIDING, _sizes(32, 4096, 32, 8, sliding_window=4096)),
-    "qwen2": Family(listed(sliding_from_layer), SLIDING, _sizes(32, 4096, 32, 32, **_WINDOW)),
-    "qwen2_moe": Family(listed(sliding_from_layer), SLIDING, _sizes(24, 2048, 16, 16, **_WINDOW)),
-    "qwen3": Family(listed(sliding_from_layer), SLIDING, _sizes(32, 4096, 32, 32, head_dim=128, **_WINDOW)),
-    "qwen3_moe": Family(
-        _sliding, SLIDING, _sizes(24, 2048, 32, 4, use_sliding_window=False, sliding_window=4096)
+    "llama": Family(_full, FULL, _sizes(32, 4096, 32), 2048),
+    "mistral": Family(sliding_if_given, SLIDING, _sizes(32, 4096, 32, 8, sliding_window=4096), 131072),
+    "mixtral": Family(sliding_if_given, SLIDING, _sizes(32, 4096, 32, 8), 131072),
+    "ministral": Family(_sliding, SLIDING, _sizes(32, 4096, 32, 8, sliding_window=4096), 131072),
+    "ministral3": Family(sliding_if_given, SLIDING, _sizes(34, 4096, 32, 8, head_dim=128), 262144),
+    "qwen2": Family(_qwen, SLIDING, _sizes(32, 4096, 32, 32, **_WINDOW), 32768),
+    "qwen2_vl_text": Family(_qwen, SLIDING, _VL, 32768),
+    "qwen2_5_omni_text": Family(
+        _qwen, SLIDING, _sizes(28, 3584, 28, 4, **{**_WINDOW, "sliding_window": 32768}), 32768
     ),
-    "gemma": Family(all_of("full_attention"), FULL, _sizes(28, 3072, 16, 16, head_dim=256)),
+    "qwen2_moe": Family(listed(sliding_every_other), SLIDING, _sizes(24, 2048, 16, 16, **_WINDOW), 32768),
+    "qwen3": Family(_qwen, SLIDING, _sizes(32, 4096, 32, 32, head_dim=128, **_WINDOW), 32768),
+    "qwen3_vl_text": Family(_full, FULL, _sizes(32, 4096, 32, 32, head_dim=128), 128000),
+    "qwen3_moe": Family(
+        _sliding, SLIDING, _sizes(24, 2048, 32, 4, use_sliding_window=False, sliding_window=4096), 32768
+    ),
+    "qwen3_vl_moe_text": Family(_full, FULL, _sizes(24, 2048, 16, 16), 128000),
+    "qwen3_omni_moe_text": Family(_full, FULL, _sizes(28, 2048, 28, 4), 32768),
+    "gemma": Family(_full, FULL, _sizes(28, 3072, 16, 16, head_dim=256), 8192),
     "gemma2": Family(
         listed(every(2, "full_attention", "sliding_attention")),
         SLIDING,
         _sizes(26, 2304, 8, 4, head_dim=256, sliding_window=4096),
+        8192,
     ),
-    "gemma3_text": Family(listed(gemma3), SLIDING, _sizes(26, 2304, 8, 4, head_dim=256, sliding_window=4096)),
+    "gemma3_text": Family(
+        listed(gemma3), SLIDING, _sizes(26, 2304, 8, 4, head_dim=256, sliding_window=4096), 131072
+    ),
     "gemma3n_text": Family(
         listed(every(5, "full_attention", "sliding_attention")),
         SLIDING,
         _sizes(35, 2048, 8, 2, head_dim=256, sliding_window=512, num_kv_shared_layers=15),
+        32768,
     ),
     "gpt_oss": Family(
         listed(every(2, "full_attention", "sliding_attention")),
         SLIDING,
         _sizes(36, 2880, 64, 8, head_dim=64, sliding_window=128),
+        131072,
     ),
     "llama4_text": Family(
-        listed(every(4, "full_attention", "chunked_attention")),
+        listed(llama4),
         {**FULL, "chunked_attention": (readers.chunked,)},
         _sizes(48, 5120, 40, 8, head_dim=128, attention_chunk_size=8192),
+        131072,
     ),
+    "cohere": Family(_full, FULL, _sizes(40, 8192, 64), 8192),
     "cohere2": Family(
         listed(every(4, "full_attention", "sliding_attention", "sliding_window_pattern")),
         SLIDING,
         _sizes(40, 8192, 64, None, sliding_window=4096),
+        8192,
     ),
-    "phi3": Family(sliding_if_given, SLIDING, _sizes(32, 3072, 32)),
-    "olmo2": Family(all_of("full_attention"), FULL, _sizes(32, 4096, 32)),
+    "phi3": Family(sliding_if_given, SLIDING, _sizes(32, 3072, 32), 4096),
     "olmo3": Family(
         listed(every(4, "full_attention", "sliding_attention")),
         SLIDING,
         _sizes(32, 4096, 32, sliding_window=4096),
+        2048,
     ),
-    "smollm3": Family(_full, SLIDING, _sizes(36, 2048, 16, 4)),
-    "granite": Family(all_of("full_attention"), FULL, _sizes(32, 4096, 32)),
-    "glm4_moe": Family(all_of("full_attention"), FULL, _sizes(46, 4096, 96, 8)),
-    "minimax_m2": Family(all_of("full_attention"), FULL, _sizes(62, 3072, 48, 8, head_dim=128)),
+    "olmoe": Family(_full, FULL, _sizes(16, 2048, 16), 4096),
+    "smollm3": Family(listed(smollm3), SLIDING, _sizes(36, 2048, 16, 4), 32768),
+    "exaone4": Family(listed(exaone4), SLIDING, _sizes(32, 4096, 32, 32, sliding_window=4096), 2048),
+    "starcoder2": Family(sliding_if_given, SLIDING, _sizes(30, 3072, 24, 2), 4096),
+    "gpt_neox": Family(_full, FULL, _sizes(44, 6144, 64), 2048),
+    "apertus": Family(_full, FULL, _sizes(32, 4096, 32), 65536),
+    "arcee": Family(_full, FULL, _sizes(32, 2560, 32), 4096),
+    "ernie4_5": Family(_full, FULL, _sizes(18, 1024, 16, 2, head_dim=128), 131072),
+    "ernie4_5_moe": Family(_full, FULL, _sizes(28, 2560, 20, 4), 131072),
+    "seed_oss": Family(_full, FULL, _sizes(64, 4096, 80, 8, head_dim=128), 524288),
+    "glm4": Family(_full, FULL, _sizes(40, 4096, 32, 2, head_dim=128), 131072),
+    "glm4_moe": Family(_full, FULL, _sizes(46, 4096, 96, 8), 131072),
+    "minimax_m2": Family(_full, FULL, _sizes(62, 3072, 48, 8, head_dim=128), 196608),
     # Latent attention
-    "deepseek_v2": Family(all_of("full_attention"), LATENT, {**_deepseek_v3, "num_hidden_layers": 32}),
-    "deepseek_v3": Family(all_of("full_attention"), LATENT, _deepseek_v3),
-    "kimi_k2": Family(all_of("full_attention"), LATENT, _deepseek_v3),
+    "deepseek_v2": Family(_full, LATENT, {**_deepseek_v3, "num_hidden_layers": 32}, 2048),
+    "deepseek_v3": Family(_full, LATENT, _deepseek_v3, 4096),
     "deepseek_v32": Family(
-        listed(all_of("indexed_attention")), LATENT, {**_deepseek_v3, "index_head_dim": 128}
+        listed(all_of("indexed_attention")), LATENT, {**_deepseek_v3, "index_head_dim": 128}, 163840
+    ),
+    "glm_moe_dsa": Family(
+        glm_moe_dsa, LATENT, {**_deepseek_v3, "num_hidden_layers": 78, "index_head_dim": 128}, 202752
     ),
     # Compressed attention
     "deepseek_v4": Family(
         listed(deepseek_v4),
         COMPRESSED,
         {"num_hidden_layers": 43, "head_dim": 512, "sliding_window": 128, "index_head_dim": 128},
+        1048576,
     ),
     # Linear attention beside full or latent attention
-    "qwen3_next": Family(_delta, GATED_DELTA, _sizes(48, 2048, 16, 2, head_dim=256, **_LINEAR)),
-    "qwen3_5_text": Family(_delta, GATED_DELTA, _sizes(32, 4096, 16, 4, head_dim=256, **_LINEAR)),
-    "qwen3_5_moe_text": Family(_delta, GATED_DELTA, _sizes(40, 2048, 16, 2, head_dim=256, **_LINEAR)),
+    "qwen3_next": Family(_delta, GATED_DELTA, _sizes(48, 2048, 16, 2, head_dim=256, **_LINEAR), 32768),
+    "qwen3_5_text": Family(_delta, GATED_DELTA, _sizes(32, 4096, 16, 4, head_dim=256, **_LINEAR), 32768),
+    "qwen3_5_moe_text": Family(_delta, GATED_DELTA, _sizes(40, 2048, 16, 2, head_dim=256, **_LINEAR), 32768),
     "kimi_linear": Family(
         listed(kimi),
         {**LATENT, "linear_attention": (readers.kimi_delta,)},
@@ -279,16 +216,16 @@ FAMILIES: dict[str, Family] = {
             "linear_num_heads": 32,
             "linear_conv_kernel_dim": 4,
         },
+        1048576,
     ),
     "minimax": Family(
-        listed(minimax), {**FULL, "linear_attention": (readers.lightning,)}, _sizes(32, 4096, 32, 8)
+        listed(minimax), {**FULL, "linear_attention": (readers.lightning,)}, _sizes(32, 4096, 32, 8), 131072
     ),
-    "minimax_text_01": Family(
-        listed(minimax), {**FULL, "linear_attention": (readers.lightning,)}, _sizes(32, 4096, 32, 8)
+    "lfm2": Family(
+        listed(full_at("full_attn_idxs", "conv")), CONV, _sizes(32, 2560, 32, 8, conv_L_cache=3), 128000
     ),
-    "lfm2": Family(listed(full_at("full_attn_idxs", "conv")), CONV, _sizes(32, 2560, 32, 8, conv_L_cache=3)),
     "lfm2_moe": Family(
-        listed(full_at("full_attn_idxs", "conv")), CONV, _sizes(32, 2048, 32, 8, conv_L_cache=3)
+        listed(full_at("full_attn_idxs", "conv")), CONV, _sizes(32, 2048, 32, 8, conv_L_cache=3), 128000
     ),
     # State spaces, alone and beside attention
     "mamba": Family(
@@ -296,14 +233,9 @@ FAMILIES: dict[str, Family] = {
         MAMBA1,
         {"num_hidden_layers": 32, "hidden_size": 768, "state_size": 16, "expand": 2, "conv_kernel": 4},
     ),
-    "falcon_mamba": Family(
-        all_of("linear_attention"),
-        MAMBA1,
-        {"num_hidden_layers": 32, "hidden_size": 768, "state_size": 16, "expand": 2, "conv_kernel": 4},
-    ),
     "mamba2": Family(
         all_of("linear_attention"),
-        MAMBA2,
+        MAMBA2_ALONE,
         {
             "num_hidden_layers": 64,
             "hidden_size": 4096,
@@ -316,29 +248,47 @@ FAMILIES: dict[str, Family] = {
     ),
     "jamba": Family(
         jamba,
-        MAMBA1,
+        JAMBA,
         _sizes(32, 4096, 32, 8, attn_layer_period=8, attn_layer_offset=4, mamba_d_state=16, **_MAMBA),
+        262144,
     ),
     "bamba": Family(
-        full_at("attn_layer_indices", "linear_attention"), MAMBA2, _sizes(32, 4096, 32, 8, **_BAMBA)
+        full_at("attn_layer_indices", "linear_attention"), MAMBA2, _sizes(32, 4096, 32, 8, **_BAMBA), 262144
     ),
-    "granitemoehybrid": Family(listed(all_of("linear_attention")), MAMBA2, _sizes(32, 4096, 32, **_BAMBA)),
-    "falcon_h1": Family(all_of("hybrid"), BOTH, _sizes(32, 4096, 32, 8, **_BAMBA, mamba_d_ssm=1024)),
+    "granitemoehybrid": Family(
+        listed(all_of("linear_attention")), MAMBA2, _sizes(32, 4096, 32, **_BAMBA), 2048
+    ),
+    "falcon_h1": Family(all_of("hybrid"), BOTH, _sizes(32, 4096, 32, 8, **_BAMBA, mamba_d_ssm=1024), 8192),
     "zamba2": Family(
         listed(zamba2),
-        BOTH,
+        {**MAMBA2, "hybrid": (readers.wide_attention, readers.mamba2)},
         _sizes(54, 2560, 32, **_MAMBA, n_mamba_heads=8, mamba_ngroups=1, mamba_d_state=64),
+        4096,
     ),
+    # Its layers are those of its pattern, however many.
     "nemotron_h": Family(
         listed(nemotron_h),
-        MAMBA2,
+        {**MAMBA2, "full_attention": (readers.named_attention,)},
         {
-            **_sizes(52, 4096, 32, 8, head_dim=128),
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
             "mamba_num_heads": 128,
             "mamba_head_dim": 64,
             "n_groups": 8,
             "ssm_state_size": 128,
             "conv_kernel": 4,
         },
+        4096,
     ),
+}
+
+# Model types that store what a family above does, and whose configs leave out the same.
+ALIASES: dict[str, str] = {
+    **dict.fromkeys(("granite", "granitemoe", "hunyuan_v1_dense", "olmo2"), "llama"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_vl_text"), "qwen2_vl_text"),
+    "glm": "glm4",
+    "kimi_k2": "deepseek_v3",
+    **dict.fromkeys(("minimax_m1", "minimax_text_01"), "minimax"),
+    "falcon_mamba": "mamba",
 }

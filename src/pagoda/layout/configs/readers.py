@@ -5,7 +5,7 @@ Each function reads one kind of layer. Which of them a family uses is in familie
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagoda.errors import ConfigError
 from pagoda.layout.configs.fields import Fields
@@ -38,16 +38,21 @@ __all__ = [
     "attention",
     "chunked",
     "compressed_sparse",
+    "expanded_mamba1",
     "gated_delta",
     "heavily_compressed",
+    "indexed_attention",
     "kimi_delta",
     "latent_attention",
     "lightning",
     "mamba1",
     "mamba2",
+    "mamba2_alone",
+    "named_attention",
     "ring_window",
     "short_conv",
     "sliding",
+    "wide_attention",
 ]
 
 
@@ -64,8 +69,12 @@ class Options:
     def stored(self, fields: Fields) -> str:
         """The dtype of keys and values."""
         if self.kv_dtype == "fp8_ds_mla":
-            raise ConfigError(f"kv_dtype: 'fp8_ds_mla' is for latent attention, not for {fields.model_type}")
+            raise self.not_latent(fields)
         return self.computed(fields) if self.kv_dtype == "auto" else self.kv_dtype
+
+    def not_latent(self, fields: Fields) -> ConfigError:
+        """The error for a form of latent entries where none are."""
+        return ConfigError(f"kv_dtype: 'fp8_ds_mla' is for latent attention, not for {fields.model_type}")
 
     def computed(self, fields: Fields) -> str:
         """The dtype of the model itself, bfloat16 if it does not say."""
@@ -87,7 +96,16 @@ class Options:
 def _head_dim(fields: Fields) -> int:
     if fields.has("head_dim"):
         return fields.integer("head_dim")
-    return fields.integer("hidden_size") // fields.integer("num_attention_heads")
+    return _dim_of_heads(fields, 1)
+
+
+def _dim_of_heads(fields: Fields, width: int) -> int:
+    """The dimension of a head of a model that is `width` times its hidden size wide."""
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    dim = width * hidden // heads  # rounded down, as the models do
+    if dim == 0:
+        raise fields.error(f"num_attention_heads = {heads} is more than hidden_size = {hidden} has room for")
+    return dim
 
 
 def _kv_heads(fields: Fields) -> int:
@@ -97,8 +115,21 @@ def _kv_heads(fields: Fields) -> int:
 
 
 def attention(fields: Fields, options: Options) -> FullAttention:
-    """Keys and values; those of Zamba2 are twice as wide, because its blocks see two inputs."""
-    dim = fields.integer("attention_head_dim", default=0, low=0) or _head_dim(fields)
+    """Keys and values."""
+    dim = _head_dim(fields)
+    return FullAttention(kv_heads=_kv_heads(fields), k_dim=dim, v_dim=dim, dtype=options.stored(fields))
+
+
+def wide_attention(fields: Fields, options: Options) -> FullAttention:
+    """Keys and values of Zamba2: twice as wide, because its blocks see two inputs."""
+    dim = fields.integer("attention_head_dim", default=0, low=0)
+    dim = dim or _dim_of_heads(fields, 2)
+    return FullAttention(kv_heads=_kv_heads(fields), k_dim=dim, v_dim=dim, dtype=options.stored(fields))
+
+
+def named_attention(fields: Fields, options: Options) -> FullAttention:
+    """Keys and values of Nemotron-H, by the name that its first configs have for a head, or by today's."""
+    dim = fields.integer("head_dim", "attention_head_dim", default=128)
     return FullAttention(kv_heads=_kv_heads(fields), k_dim=dim, v_dim=dim, dtype=options.stored(fields))
 
 
@@ -120,15 +151,22 @@ def chunked(fields: Fields, options: Options) -> WindowAttention:
 
 
 def latent_attention(fields: Fields, options: Options) -> LatentAttention:
-    """One vector a token; with an indexer's key if the model has an indexer."""
+    """One vector a token."""
     rank, rope = fields.integer("kv_lora_rank"), fields.integer("qk_rope_head_dim", low=0)
-    index = None
-    if fields.has("index_head_dim"):
-        dtype = "fp8" if options.index_dtype == "auto" else options.index_dtype
-        index = index_keys(fields.integer("index_head_dim"), dtype)
-    if options.kv_dtype == "fp8_ds_mla":
-        return LatentAttention(entry=latent_fp8(rank, rope), index=index)
-    return LatentAttention(entry=latent(rank, rope, options.stored(fields)), index=index)
+    # Kernels that pick tokens by an indexer read fp8 in one form only, so that is what 'fp8' means there.
+    is_sparse = fields.has("index_head_dim") and options.kv_dtype == "float8_e4m3fn"
+    if options.kv_dtype == "fp8_ds_mla" or is_sparse:
+        if rope == 0:
+            raise fields.error("qk_rope_head_dim = 0: 'fp8_ds_mla' has a rotated part")
+        return LatentAttention(entry=latent_fp8(rank, rope))
+    return LatentAttention(entry=latent(rank, rope, options.stored(fields)))
+
+
+def indexed_attention(fields: Fields, options: Options) -> LatentAttention:
+    """One vector a token, and an indexer's key."""
+    dtype = "fp8" if options.index_dtype == "auto" else options.index_dtype
+    index = index_keys(fields.integer("index_head_dim"), dtype)
+    return replace(latent_attention(fields, options), index=index)
 
 
 def _compressed_entry(fields: Fields, options: Options) -> Entry:
@@ -137,8 +175,18 @@ def _compressed_entry(fields: Fields, options: Options) -> Entry:
         rope_dim = fields.integer("qk_rope_head_dim")
     else:
         rope_dim = int(head_dim * fields.number("partial_rotary_factor", 64 / 512))
+    if not 0 < rope_dim < head_dim:
+        raise fields.error(
+            f"qk_rope_head_dim, or partial_rotary_factor of head_dim = {head_dim}, gives {rope_dim}: "
+            f"it should leave something of the head"
+        )
     if options.kv_dtype in ("auto", "float8_e4m3fn"):
         return compressed_fp8(head_dim, rope_dim)
+    if options.kv_dtype == "float8_e5m2":
+        raise ConfigError(
+            f"kv_dtype: entries of {fields.model_type} are 'fp8' (auto, e4m3 with scales), 'bf16', 'fp16' or "
+            f"'fp32', not 'fp8_e5m2'"
+        )
     return plain("compressed", 1, head_dim, options.stored(fields))
 
 
@@ -204,9 +252,23 @@ def kimi_delta(fields: Fields, options: Options) -> KimiDelta:
     )
 
 
+def _expanded(fields: Fields) -> int:
+    """The width of a Mamba block."""
+    return fields.integer("mamba_expand", "expand") * fields.integer("hidden_size")
+
+
+def expanded_mamba1(fields: Fields, options: Options) -> Mamba1:
+    """Mamba-1 of a hybrid (Jamba): an expanded width, for `intermediate_size` is that of its MLPs there."""
+    return _mamba1(fields, options, _expanded(fields))
+
+
 def mamba1(fields: Fields, options: Options) -> Mamba1:
-    """Mamba-1, with the names of Mamba or those of Jamba."""
-    channels = fields.integer("mamba_expand", "expand") * fields.integer("hidden_size")
+    """Mamba-1: its width is `intermediate_size`, which need not be what `expand` says (Falcon-Mamba)."""
+    width = fields.integer("intermediate_size") if fields.has("intermediate_size") else _expanded(fields)
+    return _mamba1(fields, options, width)
+
+
+def _mamba1(fields: Fields, options: Options, channels: int) -> Mamba1:
     return Mamba1(
         channels=channels,
         state_dim=fields.integer("mamba_d_state", "state_size"),
@@ -216,19 +278,19 @@ def mamba1(fields: Fields, options: Options) -> Mamba1:
     )
 
 
-def mamba2(fields: Fields, options: Options) -> Mamba2:
-    """Mamba-2, with the names of Mamba-2, Bamba, Zamba2, Falcon-H1 or Nemotron-H."""
+def mamba2_alone(fields: Fields, options: Options) -> Mamba2:
+    """Mamba-2 without attention, so that `head_dim` is its own."""
+    return mamba2(fields, options, "head_dim")
+
+
+def mamba2(fields: Fields, options: Options, dim: str = "mamba_head_dim") -> Mamba2:
+    """Mamba-2 of a hybrid, with the names of Bamba, Zamba2, Falcon-H1 or Nemotron-H."""
     heads = fields.integer("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads")
-    names = [name for name in ("mamba_d_head", "mamba_headdim", "mamba_head_dim") if fields.has(name)]
-    if fields.model_type == "mamba2":
-        names.append("head_dim")  # in hybrids this is attention's
+    names = [name for name in ("mamba_d_head", "mamba_headdim", dim) if fields.has(name)]
     if names and fields.get(names[0]) != "auto":
         head_dim = fields.integer(names[0])
     else:
-        width = fields.integer("mamba_d_ssm", default=0, low=0)
-        width = width or int(fields.number("mamba_expand", fields.number("expand", 2))) * fields.integer(
-            "hidden_size"
-        )
+        width = fields.integer("mamba_d_ssm", default=0, low=0) or _expanded(fields)
         if width % heads:
             raise fields.error(f"{heads} Mamba heads do not divide a width of {width}")
         head_dim = width // heads

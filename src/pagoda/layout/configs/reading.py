@@ -1,19 +1,20 @@
-"""From a Hugging Face config to a Layout. Nothing is downloaded, and neither torch nor transformers is
-needed."""
+"""From a Hugging Face config to a Layout. Nothing is downloaded; this code itself uses neither torch nor
+transformers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from pagoda.errors import ConfigError
-from pagoda.layout.configs.families import FAMILIES, Family
+from pagoda.layout.configs.families import ALIASES, FAMILIES, Family
 from pagoda.layout.configs.fields import Fields
 from pagoda.layout.configs.readers import Options
 from pagoda.layout.entries import KV_DTYPES, dtype_name
-from pagoda.layout.kinds import Kind, SharedAttention
+from pagoda.layout.kinds import Kind, LatentAttention, SharedAttention
 from pagoda.layout.layout import Layout
 from pagoda.layout.numbers import count
 
@@ -40,11 +41,18 @@ def from_hf(
     DeepSeek-V4), else 'bf16', 'fp16', 'fp32', 'fp8', 'fp8_e5m2', or for latent attention 'fp8_ds_mla',
     entries with scales of their own. `index_dtype` is that of indexer keys: 'fp8' (auto), 'fp4', or
     unquantised. `state_dtype` is that of recurrent states: float32 (auto) unless the config says.
-    `unaccepted` is how many tokens may be written before they are accepted, which makes rings longer.
+    For a model with an indexer (DeepSeek-V3.2) 'fp8' is 'fp8_ds_mla', which its kernels read. `unaccepted` is
+    how many tokens may be written before they are accepted, which makes rings longer; recurrent states and
+    convolutions take no notice of it.
 
     `like` reads a model type that is not known as another one that is: `like="llama"`. `name` is for people.
     Cost: O(layers). Errors: ConfigError, naming the model type, field, or kind of layer that is not known.
     """
+    if isinstance(config, str) and config in model_names() and not Path(config).exists():
+        raise ConfigError(
+            f"config: there is no file {config!r}; the config of that name that comes with Pagoda is "
+            f"from_hf(model_config({config!r}))"
+        )
     fields = Fields.read(config).text()
     options = Options(
         _kv_dtype(kv_dtype),
@@ -53,10 +61,14 @@ def from_hf(
         count(unaccepted, "unaccepted"),
     )
     family = _family(fields, like)
+    called = name or str(fields.get("_name_or_path") or "") or fields.model_type
     fields = fields.with_defaults(family.defaults)
     layers = [list(kinds) for kinds in _read_layers(fields, family, options)]
-    limit = fields.integer("max_position_embeddings", "model_max_length", default=0, low=0)
-    called = name or str(fields.get("_name_or_path") or "") or fields.model_type
+    if options.kv_dtype == "fp8_ds_mla" and not any(
+        isinstance(k, LatentAttention) for ks in layers for k in ks
+    ):
+        raise options.not_latent(fields)
+    limit = fields.integer("max_position_embeddings", "model_max_length", default=family.context, low=0)
     return Layout(layers, page_tokens, name=called, context=limit or None)
 
 
@@ -82,10 +94,10 @@ def model_config(name: str) -> dict[str, Any]:
 
 def _family(fields: Fields, like: str | None) -> Family:
     wanted = fields.model_type if like is None else str(like)
-    family = FAMILIES.get(wanted)
+    family = FAMILIES.get(ALIASES.get(wanted, wanted))
     if family is not None:
         return family
-    known = ", ".join(sorted(FAMILIES))
+    known = ", ".join(sorted({*FAMILIES, *ALIASES}))
     if like is not None:
         raise ConfigError(f"like: there is no family {wanted[:40]!r}, only {known}")
     if not wanted:
@@ -99,7 +111,7 @@ def _family(fields: Fields, like: str | None) -> Family:
 
 def _read_layers(fields: Fields, family: Family, options: Options) -> list[tuple[Kind, ...]]:
     types = family.types(fields)
-    if fields.has("num_hidden_layers") and fields.model_type != "nemotron_h":
+    if fields.has("num_hidden_layers"):
         expected = fields.integer("num_hidden_layers")
         if len(types) != expected:
             raise fields.error(f"it has {expected} layers and {len(types)} types of layers")
@@ -114,8 +126,25 @@ def _read_layers(fields: Fields, family: Family, options: Options) -> list[tuple
                 f"{', '.join(family.kinds)}. Describe the layers with Layout([…]), or add a reader of that "
                 f"kind to pagoda/layout/configs/readers.py"
             )
-        kinds[layer_type] = tuple(read(fields, options) for read in family.kinds[layer_type])
+        try:
+            kinds[layer_type] = tuple(read(fields, options) for read in family.kinds[layer_type])
+        except ConfigError as unfit:
+            raise _named(unfit, fields) from None
     return _share([kinds[layer_type] for layer_type in types], types, fields)
+
+
+# What entries call a size, and what configs call it.
+_FIELDS = {"latent_dim": "kv_lora_rank", "index_dim": "index_head_dim"}
+
+
+def _named(unfit: ConfigError, fields: Fields) -> ConfigError:
+    """An error of a kind or an entry, with the model and the field it comes from."""
+    text = str(unfit)
+    if fields.where in text or text.startswith(("kv_dtype", "index_dtype", "state_dtype")):
+        return unfit
+    for name, field in _FIELDS.items():
+        text = text.replace(name, field)
+    return fields.error(text)
 
 
 def _share(layers: list[tuple[Kind, ...]], types: list[str], fields: Fields) -> list[tuple[Kind, ...]]:
