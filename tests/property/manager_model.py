@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pagoda.pools import Pools
+
 Ranges = list[tuple[int, int, bytes]]
 
 
@@ -347,15 +349,24 @@ class Model:
 
 
 class Device:
-    """Tables and pages of one rank. A page keeps what was written last, whoever has it."""
+    """Tables and pages of one rank: the tensors of real pools, looked into. A page keeps what was written
+    last, whoever has it. Of each token's keys the first number is its content, small enough to be exact in
+    float32."""
 
-    def __init__(self, groups: list[GroupModel], shapes: dict[str, tuple[int, int]]) -> None:
-        self.groups = groups
+    def __init__(self, groups: list[GroupModel], shapes: dict[str, tuple[int, int]], pools: Pools) -> None:
+        self.groups, self.pools = groups, pools
         self.shapes = [shapes[group.name] for group in groups]
         sizes = [rows * pages for rows, pages in self.shapes]
         self.offsets = np.cumsum([0, *sizes]).tolist()
-        self.flat = np.zeros(self.offsets[-1], dtype=np.int32)
-        self.memory = [np.zeros((g.total + 1, g.page_tokens), dtype=np.int64) for g in groups]
+        self.flat = pools.flat_table.numpy()
+        assert self.flat.shape == (self.offsets[-1],)
+        self.memory = [
+            pools[g.name].k_buffer[0].numpy()[:, 0, 0].reshape(g.total + 1, g.page_tokens) for g in groups
+        ]
+        assert all(
+            np.shares_memory(m, pools[g.name].k_buffer[0].numpy())
+            for m, g in zip(self.memory, groups, strict=True)
+        )
         self.in_flight: dict[int, list[set[int]]] = {}  # a step: pages of each group that it reads or writes
 
     def table(self, g: int) -> np.ndarray:
@@ -366,10 +377,6 @@ class Device:
         g = next(g for g in range(len(self.groups)) if index < self.offsets[g + 1])
         row, page = divmod(index - self.offsets[g], self.shapes[g][1])
         return g, row, page
-
-    def copy(self, g: int, sources: np.ndarray, targets: np.ndarray) -> None:
-        """All at once, as one launch does."""
-        self.memory[g][targets] = self.memory[g][sources].copy()
 
     def write(self, row: int, begin: int, values: list[int]) -> None:
         for g, group in enumerate(self.groups):

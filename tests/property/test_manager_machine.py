@@ -13,16 +13,17 @@ from pagoda import FullAttention, LatentAttention, Layout, WindowAttention
 from pagoda.errors import ArgumentError, CapacityError, NotHeldError, OutOfRangeError, PagodaError
 from pagoda.layout import latent
 from pagoda.manager import Delta, Manager
+from pagoda.pools import Pools
 from property.manager_model import Device, GroupModel, Model, Ranges, RowModel
 
-RUNS = settings(max_examples=80, stateful_step_count=50, deadline=None)
+RUNS = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
-FULL = FullAttention(kv_heads=1, k_dim=8, v_dim=8)
-LATENT = LatentAttention(entry=latent(16, 8, "bfloat16"))
+FULL = FullAttention(kv_heads=1, k_dim=8, v_dim=8, dtype="float32")
+LATENT = LatentAttention(entry=latent(16, 8, "float32"))
 
 
 def window(tokens: int) -> WindowAttention:
-    return WindowAttention(kv_heads=1, k_dim=8, v_dim=8, window=tokens)
+    return WindowAttention(kv_heads=1, k_dim=8, v_dim=8, window=tokens, dtype="float32")
 
 
 PLAIN = [
@@ -70,7 +71,8 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.manager.resume_step == step
         groups = [GroupModel(g.name, g.page_tokens, g.window, capacity[g.name]) for g in layout.paged_groups]
         self.model = Model(groups, num_rows, max_tokens, watermark, step)
-        self.device = Device(groups, self.manager.table_shapes)
+        pools = Pools(layout, capacity, num_rows=num_rows, max_tokens=max_tokens, device="cpu")
+        self.device = Device(groups, self.manager.table_shapes, pools)
         self.size = step
         self.past: list[tuple[list[int], Ranges]] = [([], [])]
         self.shared: dict[
@@ -317,7 +319,6 @@ class ManagerMachine(RuleBasedStateMachine):
         touched: list[set[int]] = [set() for _ in model.groups]
         for g, (sources, targets) in enumerate(delta.copies):
             assert not set(sources.tolist()) & set(targets.tolist())
-            device.copy(g, sources, targets)
             touched[g] |= {*sources.tolist(), *targets.tolist()}
         for number, row in model.rows.items():
             begin, end = row.computed, min(row.reserved, row.computed + self.chunk)
@@ -344,7 +345,10 @@ class ManagerMachine(RuleBasedStateMachine):
         gone = {it for it in places if it[1] not in model.rows}
         assert self.expected <= set(places) <= self.allowed | gone
         self.expected, self.allowed = set(), set()
-        device.flat[delta.index] = delta.page_ids
+        before = device.flat.copy()
+        device.pools.apply(delta)
+        before[delta.index] = delta.page_ids
+        assert (device.flat == before).all()
         fresh: list[set[int]] = [set() for _ in model.groups]
         for (g, number, page), id in zip(places, delta.page_ids.tolist(), strict=True):
             assert 1 <= id <= model.groups[g].total
@@ -475,6 +479,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.model, self.passed = fresh, 0
         self.expected, self.allowed = set(), set()
         self.device.in_flight.clear()
+        self.device.pools.reset()
         self.device.flat[:] = 0
 
     # What must raise

@@ -16,12 +16,15 @@ SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-fra
 TESTS = [
     "tests/unit/test_arrays.py",
     "tests/unit/test_free_list.py",
+    "tests/unit/test_manager.py",
+    "tests/unit/test_manager_hostile.py",
     "tests/unit/test_page_table.py",
     "tests/unit/test_tree.py",
     "tests/unit/test_tree_hostile.py",
     "tests/unit/test_tree_listeners.py",
     "tests/unit/test_tree_rules.py",
     "tests/property/test_free_list_machine.py",
+    "tests/property/test_manager_machine.py",
     "tests/property/test_threads.py",
     "tests/property/test_tree_machine.py",
 ]
