@@ -9,7 +9,7 @@ import time
 import torch
 
 HOST = ["ids", "growth", "arrays", "tree", "manager"]
-GPU = ["store", "pack", "staging"]
+GPU = ["store", "pack", "staging", "delta"]
 
 
 def main() -> int:

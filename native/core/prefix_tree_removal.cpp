@@ -236,6 +236,9 @@ void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<st
     }
     if (worst < math_.page(node.run.length)) found.push_back({static_cast<int32_t>(i), worst});
   }
+  // What continues a bad page goes with it: whoever stands above comes first.
+  std::sort(found.begin(), found.end(),
+            [&](const Found& a, const Found& b) { return nodes_[a.node].begin < nodes_[b.node].begin; });
   reserve(static_cast<int64_t>(found.size()), static_cast<int64_t>(found.size()));
   begin_plan(false);
   for (const Found& each : found) {

@@ -472,6 +472,24 @@ def test_pending_promises_nothing_that_went_another_way():
     assert manager.pending(tokens(16)) is None
 
 
+def test_bad_pages_above_and_below_each_other_are_forgotten_once():
+    """A page of a prompt and pages of what two others continue it with, the deepest stored first."""
+    manager = make(pages=40)
+    for more in ([1] * 8, [2] * 8, [3] * 4):
+        cache(manager, [*tokens(8), *more])
+    cache(manager, [*tokens(8), *[1] * 8, *[4] * 4])
+    row = manager.admit([*tokens(8), *[2] * 8, 9]).row
+    bad = [node.columns[0][-1] for node in manager.nodes() if len(node.columns[0])]
+    assert len(bad) >= 4
+    assert manager.invalidate("full", bad).tolist() == [row]
+    manager.check()
+    assert manager.hit([*tokens(8), *[1] * 8, 9]) in (0, 4)
+    manager.release(row)
+    end_step(manager)
+    manager.check()
+    assert group(manager).free + group(manager).evictable == 40
+
+
 # Windows
 
 
