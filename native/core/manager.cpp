@@ -27,8 +27,20 @@ std::vector<int64_t> tree_windows(const std::vector<GroupSpec>& groups, int64_t 
 
 // The rows of a manager whose tables can be numbered.
 int64_t checked_rows(const std::vector<GroupSpec>& groups, int64_t num_rows, int64_t max_tokens) {
-  int64_t entries = 0;
+  int64_t entries = 0, step = 1;
   for (const GroupSpec& group : groups) {
+    step = std::lcm(step, group.page_tokens);
+    if (step > std::numeric_limits<int32_t>::max()) {
+      throw BadConfig("page sizes: they have no common multiple below 2^31: give sizes that divide each other");
+    }
+  }
+  for (const GroupSpec& group : groups) {
+    // Ids of the tree's pages are numbered with all their tokens.
+    const int64_t most = std::numeric_limits<int32_t>::max() / step - 1;
+    if (group.num_pages > most) {
+      throw BadConfig("capacity of " + group.name + ": at most " + text(most) +
+                      " pages, where the pages of all groups end every " + text(step) + " tokens");
+    }
     entries += (num_rows + 1) * PageMath(group.page_tokens).pages_for(max_tokens);
     if (entries > std::numeric_limits<int32_t>::max()) {
       throw BadConfig("tables of " + text(num_rows) + " rows of " + text(max_tokens) +
@@ -283,8 +295,12 @@ int64_t Manager::invalidate(int64_t g, Ids page_ids, int32_t* rows_out) {
     const size_t which = static_cast<size_t>(g);
     const bool reads = std::any_of(entries + first(number, which), entries + end(number, which),
                                    [&](int32_t id) { return bad.contains(id); });
-    if (reads) rows_out[n++] = static_cast<int32_t>(number);
-    if (reads || tree_.is_lost(request(number).lease)) row.is_stored = false;
+    const auto& copied = request(number).copied;
+    const bool is_copy = std::any_of(copied.begin(), copied.end(), [&](const std::pair<int, int32_t>& page) {
+      return page.first == group.number && bad.contains(page.second);
+    });
+    if (reads || is_copy) rows_out[n++] = static_cast<int32_t>(number);
+    if (reads || is_copy || tree_.is_lost(request(number).lease)) row.is_stored = false;
   }
   return n;
 }
@@ -442,7 +458,8 @@ void Manager::take_hit(Group& group, size_t g, int64_t number) {
       auto& ids = columns_[static_cast<size_t>(group.first_column + c)];
       ids.resize(static_cast<size_t>(tree_pages));
       tree_.copy_pages(lease, group.first_column + c, tree_first, ids.data());
-      for (int64_t p = tree_first; p < tree_pages; ++p) entries[p * group.num_columns + c] = ids[static_cast<size_t>(p)];
+      for (int64_t p = tree_first; p < tree_pages; ++p)
+        entries[p * group.num_columns + c] = ids[static_cast<size_t>(p)];
     }
   }
   std::fill_n(group.owned(number), n, uint8_t{0});
@@ -480,6 +497,7 @@ Manager::Pending Manager::pending(const Sequence& sequence) const {
     const auto& prompt = request.prompt;
     const int64_t keys = common_keys(sequence.ranges == nullptr ? no_ranges : *sequence.ranges, request.ranges);
     const int64_t most = std::min({n - 1, int64_t{row.reserved}, static_cast<int64_t>(prompt.size()), keys});
+    if (most <= best.length || most <= row.committed) continue;
     const auto end = std::mismatch(prompt.begin(), prompt.begin() + most, sequence.tokens.data).first;
     const int64_t same = math_.first_slot(math_.page(end - prompt.begin()));
     // What it has committed is found already, or can no longer be resumed from.
@@ -522,8 +540,7 @@ void Manager::clear(int64_t number) {
     first(number, g) = end(number, g) = 0;
   }
   row(number) = {};
-  request(number).prompt.clear();
-  request(number).ranges.clear();
+  request(number) = {};
 }
 
 void Manager::free_given_up() {

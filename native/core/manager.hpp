@@ -160,6 +160,7 @@ class Manager {
     std::vector<int32_t> prompt;  // what it was admitted with
     std::string space;
     std::vector<KeyRange> ranges;
+    std::vector<std::pair<int, int32_t>> copied;  // group, page: what its tail was copied from, until it is stored
   };
   struct Waiting {
     int64_t fence;

@@ -160,6 +160,7 @@ void Manager::store(int64_t number, const int32_t* tokens, int64_t n) {
     }
   }
   row.stored += static_cast<int32_t>(math_.first_slot(n));
+  request.copied.clear();
 }
 
 // Pages that no query from `committed` on reads. The row's own go; the tree keeps its own until there is no room.
@@ -221,6 +222,7 @@ void Manager::fork(int64_t number, int64_t n, int32_t* rows_out) {
     request.prompt = origin.prompt;
     request.space = origin.space;
     request.ranges = origin.ranges;
+    request.copied = origin.copied;
     start(child, tree_.lease_again(origin.lease), parent.stored, parent.committed);
     row(child).committed = parent.committed;
     std::copy_n(tail(number), parent.committed - parent.stored, tail(child));
@@ -250,6 +252,7 @@ void Manager::inherit(Group& group, size_t g, int64_t parent, int64_t child) {
     ++group.num_own;
     group.sources.push_back(source_of(group, theirs[p]));
     group.targets.push_back(entries[p]);
+    request(child).copied.emplace_back(group.number, theirs[p]);
     write(group, child, p, entries[p]);
   };
   for (int64_t p = from; p < shared && group.has_window(); ++p) {

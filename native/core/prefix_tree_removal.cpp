@@ -268,7 +268,16 @@ void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<st
   }
   std::reverse(cuts_.begin(), cuts_.end());  // children before their parents
   std::vector<int32_t> states(static_cast<size_t>(sizes_.states));
+  std::vector<std::pair<int32_t, int64_t>> above;  // what the cut runs continued, by node and number
+  for (const Cut& cut : cuts_) {
+    const int32_t parent = nodes_[cut.node].parent;
+    if (!nodes_[parent].is_root()) above.emplace_back(parent, nodes_[parent].number);
+  }
   carry_out(columns, states.data());
+  if (set_of_.empty() || has_full_) return;
+  for (const auto& [node, number] : above) {
+    if (nodes_[node].number == number) prune(node);
+  }
 }
 
 int64_t PrefixTree::plan_punch(LeaseId id, int column, int64_t end) {

@@ -490,6 +490,41 @@ def test_bad_pages_above_and_below_each_other_are_forgotten_once():
     assert group(manager).free + group(manager).evictable == 40
 
 
+def test_a_copy_of_a_bad_page_is_bad():
+    manager = make()
+    row = manager.admit(tokens(6)).row
+    compute(manager, row, tokens(6))
+    (child,) = manager.fork(row).tolist()
+    (grandchild,) = manager.fork(child).tolist()
+    bad = manager.pages(row, "full")[1:2]  # the half page that was copied
+    assert manager.invalidate("full", bad).tolist() == [row, child, grandchild]
+    for each in (child, grandchild):
+        manager.reserve(each, 6)
+        compute(manager, each, tokens(6, 6))
+    assert manager.hit(tokens(12)) == 4
+    manager.check()
+
+
+def test_a_run_of_windows_goes_with_its_last_page():
+    manager = make(window(6), pages=12)
+    cache(manager, [*tokens(8), 1, 1, 1, 1])
+    cache(manager, [*tokens(8), 2, 2, 2, 2])
+    pages = [id for node in manager.nodes() for id in node.columns[0].tolist() if id > 0]
+    manager.invalidate("window", pages)
+    assert manager.stats().cached_tokens == 0
+    assert group(manager, "window").free == 12
+    manager.check()
+
+
+def test_sizes_that_cannot_be_numbered():
+    layout = Layout([FULL, window(9000)], {"full": 16, "window": 4096})
+    with pytest.raises(ConfigError, match="capacity of full: at most 524286 pages"):
+        Manager(layout, {"full": 700_000, "window": 3}, num_rows=1, max_tokens=64)
+    layout = Layout([FULL, window(9000)], {"full": 65_537, "window": 65_536})
+    with pytest.raises(ConfigError, match="no common multiple"):
+        Manager(layout, {"full": 7, "window": 3}, num_rows=1, max_tokens=64)
+
+
 # Windows
 
 
