@@ -75,6 +75,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.device = Device(groups, self.manager.table_shapes, pools)
         self.size = step
         self.past: list[tuple[list[int], Ranges]] = [([], [])]
+        self.copied: dict[
+            int, set[tuple[int, int]]
+        ] = {}  # rows that were forked: pages of whom they continue
         self.shared: dict[
             int, int
         ] = {}  # rows whose table is not on the device: tokens before are no new pages
@@ -164,6 +167,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert found.length < len(tokens)
             self.is_to_come(found)
         row = model.admit(got.row, space, ranges, tokens, got.hit, got.reserved)
+        self.copied.pop(got.row, None)
         self.expect(got.row, row, [0] * len(model.groups), got.hit)
         if not model.is_exact or part != 0:
             self.leaves_the_watermark(row, got)
@@ -302,6 +306,13 @@ class ManagerMachine(RuleBasedStateMachine):
         model.fork(number, rows)
         for child in rows:
             row = model.rows[child]
+            # Its half pages may be copies of any of these.
+            pages = {
+                (g, id)
+                for g, it in enumerate(model.groups)
+                for id in self.manager.pages(number, it.name).tolist()
+            }
+            self.copied[child] = self.copied.get(number, set()) | pages
             self.expect(child, row, [0] * len(model.groups), row.committed)
 
     # Steps
@@ -458,9 +469,10 @@ class ManagerMachine(RuleBasedStateMachine):
             ids = device.table(g)[number, : row.ends[g]].tolist()
             if bad & set(ids[begin:]):
                 assert number in named
-                row.is_bad = True
             else:
-                assert number not in named or bad & set(ids)
+                copied = {id for which, id in self.copied.get(number, set()) if which == g}
+                assert number not in named or bad & (set(ids) | copied)
+            row.is_bad = row.is_bad or number in named
         device.memory[g][sorted(bad)] = -1
         model.is_blurred = True
 
