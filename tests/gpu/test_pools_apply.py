@@ -158,11 +158,12 @@ def test_a_delta_is_applied_on_the_stream_it_is_given():
     deltas = some_deltas()
     for delta in deltas:
         warm.apply(delta)  # compiles
+    assert int(pools.flat_table.abs().sum()) == 0  # loads what is asked below
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(SLEEP_CYCLES)
+        torch.cuda._sleep(5 * SLEEP_CYCLES)
     for delta in deltas:
         pools.apply(delta, stream)
         theirs.apply(delta)
