@@ -24,8 +24,9 @@ class Manager(ManagerCore):
     raises and changes nothing; each adds to the step's delta, which `take_delta` gives. Several threads may
     call.
 
-    Memory: 5 bytes for each page that a row can have, as it is used, and the tree's. Errors: ConfigError,
-    also for layouts with states or sinks, which are not planned yet."""
+    Memory: 5 bytes for each page that a row uses, 4 for each token of a running prompt, 13 for each page of a
+    window, and the tree's. Errors: ConfigError, also for layouts with states or sinks, which are not planned
+    yet."""
 
     layout: Layout
     num_groups: int
