@@ -593,6 +593,7 @@ void Manager::take_delta(int32_t* out) {
     out = std::copy(group.targets.begin(), group.targets.end(), out);
     group.sources.clear();
     group.targets.clear();
+    group.copies.clear();
   }
   ++step_;
 }

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <deque>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -78,11 +79,12 @@ class Manager {
     LazyArray<int32_t> table;  // [num_rows + 1, max_pages]
     LazyArray<uint8_t> own;    // likewise: 1 if the page is the row's
     int64_t num_own = 0;
-    std::vector<int32_t> sources, targets;  // page copies of the step
-    std::vector<int32_t> given_up;          // scratch: ids to free
-    int64_t needed = 0;                     // scratch: of a plan
-    int64_t locked = 0;                     // likewise: pages that it would take out of what can be evicted
-    Readers readers;                        // of a window
+    std::vector<int32_t> sources, targets;        // page copies of the step
+    std::unordered_map<int32_t, int32_t> copies;  // likewise: the source of a target
+    std::vector<int32_t> given_up;                // scratch: ids to free
+    int64_t needed = 0;                           // scratch: of a plan
+    int64_t locked = 0;                           // likewise: pages that it would take out of what can be evicted
+    Readers readers;                              // of a window
 
     int32_t* entries(int64_t row) { return table.data() + row * max_pages; }
     const int32_t* entries(int64_t row) const { return table.data() + row * max_pages; }

@@ -186,8 +186,8 @@ void Manager::give_up(int64_t number) {
 
 // Where the contents of a page are when the step's copies begin: all sources are read before a target is written.
 int32_t Manager::source_of(const Group& group, int32_t page) const {
-  const auto at = std::find(group.targets.begin(), group.targets.end(), page);
-  return at == group.targets.end() ? page : group.sources[static_cast<size_t>(at - group.targets.begin())];
+  const auto at = group.copies.find(page);
+  return at == group.copies.end() ? page : at->second;
 }
 
 void Manager::fork(int64_t number, int64_t n, int32_t* rows_out) {
@@ -250,8 +250,10 @@ void Manager::inherit(Group& group, size_t g, int64_t parent, int64_t child) {
     group.pages.alloc(1, entries + p);
     group.owned(child)[p] = 1;
     ++group.num_own;
-    group.sources.push_back(source_of(group, theirs[p]));
+    const int32_t source = source_of(group, theirs[p]);
+    group.sources.push_back(source);
     group.targets.push_back(entries[p]);
+    group.copies.emplace(entries[p], source);
     request(child).copied.emplace_back(group.number, theirs[p]);
     write(group, child, p, entries[p]);
   };

@@ -39,6 +39,7 @@ void Manager::reset() {
     group.readers = Readers(group.has_window() ? group.spec.num_pages : 0);
     group.sources.clear();
     group.targets.clear();
+    group.copies.clear();
   }
   step_ = 1;
   admitted_ = tokens_ = hits_ = evicted_ = 0;
