@@ -250,7 +250,11 @@ void Manager::evict(Group& group, int64_t num_pages) {
     return;
   }
   const int64_t tree_pages = (num_pages + group.num_columns - 1) / group.num_columns;
-  const PrefixTree::Sizes& sizes = tree_.plan_evict(math_.first_slot(tree_pages), group.first_column);
+  carry_out(tree_.plan_evict(math_.first_slot(tree_pages), group.first_column));
+}
+
+// Takes out of the tree what was planned, and frees it.
+void Manager::carry_out(const PrefixTree::Sizes& sizes) {
   std::vector<int32_t*> out;
   for (size_t c = 0; c < columns_.size(); ++c) {
     columns_[c].resize(static_cast<size_t>(sizes.columns[c]));
@@ -306,14 +310,7 @@ int64_t Manager::invalidate(int64_t g, Ids page_ids, int32_t* rows_out) {
 }
 
 void Manager::drop(std::string_view space) {
-  const PrefixTree::Sizes& sizes = tree_.plan_drop(space);
-  std::vector<int32_t*> out;
-  for (size_t c = 0; c < columns_.size(); ++c) {
-    columns_[c].resize(static_cast<size_t>(sizes.columns[c]));
-    out.push_back(columns_[c].data());
-  }
-  tree_.carry_out(out, nullptr);
-  free_columns();
+  carry_out(tree_.plan_drop(space));
   for (int64_t number = 1; number <= num_rows_; ++number) {
     if (request(number).space == space) row(number).is_stored = false;
   }

@@ -215,6 +215,7 @@ class Manager {
   void store(int64_t number, const int32_t* tokens, int64_t num_pages);
   void give_up(int64_t number);
   void free_given_up();
+  void carry_out(const PrefixTree::Sizes& sizes);
   void free_columns();
   void check_readers(const Group& group, size_t g) const;
   [[noreturn]] void broken(const std::string& what) const;

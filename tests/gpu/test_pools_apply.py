@@ -1,14 +1,12 @@
 """Deltas on a real device: as on a CPU, with one copy, no waiting, on any stream, never in a capture."""
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from gpu.waiting import no_waiting
 from pagoda import (
     ArgumentError,
     CaptureError,
@@ -34,18 +32,6 @@ LAYOUT = Layout(
 )
 CAPACITY = {"full": 60, "window": 120}
 SIZES: dict[str, Any] = {"num_rows": 8, "max_tokens": 160}
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def pools_of(device: str, staging: Staging | None = None) -> Pools:

@@ -1,29 +1,14 @@
 """Nothing waits for the device: torch raises at any call that would."""
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 import torch
 
 import pagoda
+from gpu.waiting import no_waiting
 from pagoda import DeviceTable, FreeList, PageTable, StatePart, StatePool, TokenPool
 
 pytestmark = pytest.mark.gpu
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_mode_finds_a_read_back():
