@@ -2,10 +2,12 @@
 
 The rooms, each importing only those before it: `errors`, `layout` (what a model stores), `ids` (which ids
 are free), `tables` (which pages a row uses), `tree` (what is already computed), `kernels` (moving keys and
-values), `manager` (what running requests need), `pools` (the tensors), `attention` (what back ends read),
-`compat` (the names of public designs), `cli`. docs/layers.md has the map."""
+values), `manager` (what running requests need), `pools` (the tensors), `attention` (what back ends read), `hf` (a cache for
+Hugging Face models), `compat` (the names of public designs), `cli`. docs/layers.md has the map."""
 
+from importlib import import_module as _import_module
 from importlib.metadata import version as _version
+from types import ModuleType as _ModuleType
 
 from pagoda import compat, errors
 from pagoda.attention import PagedView, hnd_pages, nhd_pages, paged_attention
@@ -122,3 +124,10 @@ __all__ = [
     *compat.__all__,
     *errors.__all__,
 ]
+
+
+def __getattr__(name: str) -> _ModuleType:
+    # Transformers takes seconds to import, and not everybody has it.
+    if name == "hf":
+        return _import_module("pagoda.hf")
+    raise AttributeError(f"module 'pagoda' has no attribute {name!r}")

@@ -1,0 +1,22 @@
+"""One line for Hugging Face models: prefixes are computed once. In: a model; out: the same model with a
+cache.
+
+    cache = pagoda.hf.enable(model, memory="4GiB")
+    model.generate(**inputs)  # as before
+    print(cache.stats())
+
+Needs transformers: pip install 'pagoda-kv[hf]'. docs/hf.md has what is served, and what is not.
+"""
+
+from pagoda.errors import ConfigError as _ConfigError
+
+try:
+    import transformers as _transformers
+except ModuleNotFoundError as _missing:
+    raise _ConfigError("pagoda.hf needs transformers: pip install 'pagoda-kv[hf]'") from _missing
+
+from pagoda.hf.cache import Call, PrefixCache, Stats, cached, disable, enable
+
+__all__ = ["Call", "PrefixCache", "Stats", "cached", "disable", "enable"]
+
+del _transformers

@@ -1,0 +1,225 @@
+"""The working copy of one call, and which tokens stand in it.
+
+In: what `generate` and the model do with a cache; out: keys, values and tokens of every row, as far as all
+layers have them. A `RecordingCache` is transformers' own `DynamicCache`; besides, it follows the tokens
+through everything that changes rows or columns, and its windows keep what falls out of them until it is
+taken.
+
+Two functions hooked to the model tell it which tokens enter. They know no state, so that a model with them
+can be copied and pickled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+__all__ = ["RecordingCache", "after_forward", "before_forward"]
+
+
+class RecordingWindow(DynamicSlidingWindowLayer):
+    """A window that also keeps all it was given since `begin`, for the pool."""
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__(sliding_window)
+        self.begin = 0  # the column at which `parts` begin
+        self.parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # [rows, heads, columns, dim] each
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.parts.append((key_states, value_states))
+        found: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, *args, **kwargs)
+        return found
+
+    def joined(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values from `begin` on. O(columns)."""
+        if len(self.parts) > 1:
+            keys, values = zip(*self.parts, strict=True)
+            self.parts = [(torch.cat(keys, dim=-2), torch.cat(values, dim=-2))]
+        return self.parts[0]
+
+    def forget(self, column: int) -> None:
+        """Keeps nothing before a column any more. O(columns)."""
+        if column <= self.begin or not self.parts:
+            return
+        keys, values = self.joined()
+        # Copies: a view would keep all of it.
+        self.parts = [
+            (keys[..., column - self.begin :, :].clone(), values[..., column - self.begin :, :].clone())
+        ]
+        self.begin = column
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if tokens_to_remove and self.parts:
+            keys, values = self.joined()
+            end = max(0, keys.shape[-2] - abs(tokens_to_remove))
+            self.parts = [(keys[..., :end, :], values[..., :end, :])]
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._select(lambda part: part.index_select(0, beam_idx.to(part.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._select(lambda part: part.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._select(lambda part: part[indices, ...])
+
+    def _select(self, pick: Any) -> None:
+        if self.parts:
+            keys, values = self.joined()
+            self.parts = [(pick(keys), pick(values))]
+
+
+class RecordingCache(DynamicCache):
+    """Transformers' cache for one call, with `num_cached` columns filled in before the model has run.
+
+    `num_columns` columns are there in all layers; `tokens` says of which tokens. Errors: none of its own;
+    `is_lost` says that it could not follow."""
+
+    def __init__(self, config: Any, tokens: torch.Tensor, num_cached: int) -> None:
+        super().__init__(config=config)
+        self.layers = [
+            RecordingWindow(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else layer
+            for layer in self.layers
+        ]
+        self.num_cached = num_cached
+        self.is_lost = False
+        self.on_prefill: Any = None  # called once, when the first forward is done
+        self._prompt = tokens.shape[1]
+        self._tokens = [tokens[:, :num_cached]]  # [rows, columns] each
+        self._entering: torch.Tensor | None = None
+        self._has_run = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all layers are of kinds that can be copied in and out. O(layers)."""
+        return all(type(layer) in (DynamicLayer, RecordingWindow) for layer in self.layers)
+
+    @property
+    def num_columns(self) -> int:
+        """Columns that every layer has, whatever was interrupted. O(steps)."""
+        return sum(part.shape[1] for part in self._tokens)
+
+    def tokens(self) -> torch.Tensor:
+        """[rows, num_columns] int64: what stands in the columns. O(tokens)."""
+        if len(self._tokens) > 1:
+            self._tokens = [torch.cat(self._tokens, dim=1)]
+        return self._tokens[0]
+
+    def fill(self, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Gives a layer its cached columns: [rows, heads, columns, dim]; of a window, the last ones. O(1)."""
+        layer: Any = self.layers[number]
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        if isinstance(layer, RecordingWindow):
+            layer.cumulative_length = layer.begin = self.num_cached
+
+    def columns(self, number: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values of a layer: [rows, heads, end − begin, dim]; None where a window has lost some.
+        O(1), or O(columns) for a window."""
+        layer: Any = self.layers[number]
+        if isinstance(layer, RecordingWindow):
+            if begin < layer.begin or not layer.parts:
+                return None
+            keys, values = layer.joined()
+            begin, end = begin - layer.begin, end - layer.begin
+        else:
+            keys, values = layer.keys, layer.values
+        if keys is None or keys.shape[-2] < end:
+            return None
+        return keys[..., begin:end, :], values[..., begin:end, :]
+
+    def forget(self, column: int) -> None:
+        """Windows keep nothing before a column any more. O(columns)."""
+        for layer in self.layers:
+            if isinstance(layer, RecordingWindow):
+                layer.forget(column)
+
+    def close(self) -> None:
+        """Makes it a plain cache again, which may be the caller's from now on. O(layers)."""
+        for layer in self.layers:
+            if isinstance(layer, RecordingWindow):
+                del layer.parts, layer.begin
+                object.__setattr__(layer, "__class__", DynamicSlidingWindowLayer)
+        kept = ("layers", "layer_class_to_replicate", "offloading")
+        self.__dict__ = {name: value for name, value in self.__dict__.items() if name in kept}
+        object.__setattr__(self, "__class__", DynamicCache)
+
+    # What transformers does to rows and columns.
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if tokens_to_remove:
+            kept = self.tokens()
+            self._tokens = [kept[:, : max(0, kept.shape[1] - abs(tokens_to_remove))]]
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        tokens = self.tokens()
+        self._tokens = [tokens.index_select(0, beam_idx.to(tokens.device))]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._tokens = [self.tokens().repeat_interleave(repeats, dim=0)]
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._tokens = [self.tokens()[indices.to(self.tokens().device), ...]]
+
+    def reset(self) -> None:
+        super().reset()
+        self.is_lost = True
+
+    # What the model does.
+
+    def enter(self, tokens: Any) -> None:
+        """A forward pass begins with these tokens."""
+        if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 or self._entering is not None:
+            self.is_lost = True  # embeddings, or a pass that was broken off and tried again
+        self._entering = tokens
+
+    def arrive(self) -> None:
+        """A forward pass has gone through all layers."""
+        if isinstance(self._entering, torch.Tensor):
+            self._tokens.append(self._entering)
+        self._entering = None
+        if not self._has_run:
+            self._has_run = True
+            if self.on_prefill is not None and not self.is_lost:
+                self.on_prefill()
+
+    def repeats_cached(self, num_tokens: int) -> bool:
+        """Whether the first pass was given all of the prompt although part of it is cached: assisted decoding
+        passes it whole."""
+        return not self._has_run and self.num_cached > 0 and num_tokens >= self._prompt
+
+
+def before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Hooked before a model's forward: tells a recording cache what enters."""
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, RecordingCache):
+        return None
+    if args or kwargs.get("inputs_embeds") is not None:
+        cache.enter(None)
+        return None
+    tokens = kwargs.get("input_ids")
+    if isinstance(tokens, torch.Tensor) and cache.repeats_cached(tokens.shape[-1]):
+        tokens = tokens[:, cache.num_cached :]
+        kwargs = {**kwargs, "input_ids": tokens}
+        if kwargs.get("position_ids") is not None:
+            kwargs["position_ids"] = kwargs["position_ids"][..., cache.num_cached :]
+    cache.enter(tokens)
+    return args, kwargs
+
+
+def after_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Hooked behind a model's forward: what entered is in all layers."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, RecordingCache):
+        cache.arrive()
