@@ -8,7 +8,7 @@ import time
 
 import torch
 
-HOST = ["ids", "growth", "arrays", "tree", "manager"]
+HOST = ["ids", "growth", "arrays", "tree", "manager", "gather"]
 GPU = ["store", "pack", "staging", "delta"]
 
 

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pagoda import kernels
 from pagoda.errors import ArgumentError, ConfigError, InvariantError
+from pagoda.kernels.gather import gather
 from pagoda.layout import PagedGroup
 from pagoda.layout.numbers import count
 from pagoda.pools.arguments import (
@@ -25,6 +27,7 @@ from pagoda.pools.arguments import (
     require_buffer,
     require_range,
     resolve_device,
+    unread_ids,
 )
 from pagoda.pools.staging import Staging, staging_of
 
@@ -212,6 +215,35 @@ class TokenPool:
                 on_device, keys, values, self.k_buffer[at], v_pool, self.k_scale[at], self.v_scale[at]
             )
 
+    def gather(
+        self, slots: AnyIds, out_k: Sequence[torch.Tensor], out_v: Sequence[torch.Tensor] | None = None
+    ) -> None:
+        """Copy keys and values of n tokens of all layers into tensors of the caller.
+
+        `out_k` and `out_v` are lists of one tensor a layer; pools of keys alone take no `out_v`. Each is
+        contiguous, in the pool's dtype and on its device, and of any shape with n × heads × dim elements:
+        [n, h, d], or [b, s, h, d] for slots [b, s]. Slot −1 gives zeros, so that batches are padded; slots of
+        page 0 give what lies there. fp8 comes as it is stored, value / scale. No output lies in the
+        pool or in another. Several threads may call. Cost: on CUDA one small copy of addresses
+        and host slots and one launch at copy speed; on the CPU a copy a layer and side, at best where
+        slots run through whole pages.
+
+        Slots on the host are checked; a device tensor is not: slots out of range in it give zeros.
+        Errors: ArgumentError, OutOfRangeError; CaptureError, since addresses have to be sent. A call that
+        raises has written nothing.
+        """
+        if is_unread(slots, self.device):
+            on_device = unread_ids(slots, "slots")
+            outs, at = self._outs(out_k, out_v, on_device.shape[0])
+            (out_addresses,) = self._staging.send(at)
+        else:
+            ids = host_ids(slots, "slots")
+            require_range(ids, -1, self.num_slots - 1, "slots", "slots")
+            outs, at = self._outs(out_k, out_v, ids.size)
+            on_device, out_addresses = self._staging.send(ids, at)
+        with self._lock:
+            gather(on_device, self._pages, self._addresses, self.page_size, outs, out_addresses)
+
     def pack(self, page_ids: AnyIds, out: torch.Tensor | None = None) -> torch.Tensor:
         """Copy pages of all layers into one buffer: [n, page_bytes] uint8, a page's bytes together.
 
@@ -274,6 +306,45 @@ class TokenPool:
                 kernels.pack(read, self._pages, self._addresses, room)
                 kernels.unpack(written, self._pages, self._addresses, room)
 
+    def _outs(self, out_k: Any, out_v: Any, n: int) -> tuple[list[torch.Tensor], npt.NDArray[np.int64]]:
+        """Outputs for n tokens in the order of `_pages`, and where they begin. Errors: ArgumentError."""
+        self._require_outs(out_k, n, self.k_shape, "out_k")
+        if self.v_shape is None:
+            if out_v is not None:
+                raise ArgumentError("out_v: this pool has keys only: give None")
+            outs = list(out_k)
+        else:
+            self._require_outs(out_v, n, self.v_shape, "out_v")
+            outs = [out for pair in zip(out_k, out_v, strict=True) for out in pair]
+        begins = np.array([out.data_ptr() for out in outs], dtype=np.int64)
+        ends = begins + np.array([out.nbytes for out in outs], dtype=np.int64)
+        if n and (_overlap_each_other(begins, ends) or self._is_in_pool(begins, ends)):
+            raise ArgumentError(
+                "out_k, out_v: an output overlaps another or the pool: give each its own memory"
+            )
+        return outs, begins
+
+    def _require_outs(self, outs: Any, n: int, shape: tuple[int, int], name: str) -> None:
+        if not isinstance(outs, (list, tuple)) or len(outs) != self.num_layers:
+            raise ArgumentError(f"{name}: give a list of {self.num_layers} tensors, one a layer")
+        wanted = n * shape[0] * shape[1]
+        for layer, out in enumerate(outs):
+            if not isinstance(out, torch.Tensor) or out.dtype != self.dtype or out.device != self.device:
+                raise ArgumentError(f"{name}[{layer}]: give a tensor of {self.dtype} on {self.device}")
+            if out.layout != torch.strided or not out.is_contiguous() or out.is_neg():
+                raise ArgumentError(f"{name}[{layer}] is not contiguous, or is negated: give plain memory")
+            if out.numel() != wanted:
+                raise ArgumentError(
+                    f"{name}[{layer}] has shape {tuple(out.shape)}: {n} tokens of {shape[0]} heads of "
+                    f"{shape[1]} are {wanted} elements"
+                )
+
+    def _is_in_pool(self, begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> bool:
+        """Whether one of these stretches of memory overlaps a buffer."""
+        at = np.array(self._at, dtype=np.int64)
+        sizes = [buffer.nbytes for buffer in (*self.k_buffer, *self.v_buffer)]
+        return bool(((begins[:, None] < at + sizes) & (at < ends[:, None])).any())
+
     def check(self) -> None:
         """Verify invariant 6. O(layers). Errors: InvariantError."""
         if [buffer.data_ptr() for buffer in (*self.k_buffer, *self.v_buffer)] != self._at:
@@ -293,6 +364,11 @@ class TokenPool:
                 f"{name}: give {wanted} contiguous bytes for {n} pages, not shape {tuple(packed.shape)}"
             )
         return packed.view(n, self.page_bytes)
+
+
+def _overlap_each_other(begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> bool:
+    order = np.argsort(begins)
+    return bool((ends[order][:-1] > begins[order][1:]).any())
 
 
 def _require_pairs(num_sources: int, num_targets: int) -> None:
