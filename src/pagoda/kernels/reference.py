@@ -35,21 +35,30 @@ def store(
     v_scale: float,
 ) -> None:
     kept = (slots >= 0) & (slots < k_pool.shape[0])
-    where = slots[kept].long()
+    all_kept = bool(kept.all())
+    where = (slots if all_kept else slots[kept]).long()
     # Everything is read before anything is written: rows may be views of the pools themselves.
-    writes = [_bytes_of(keys, k_pool, kept, k_scale)]
+    sides = [(keys, k_pool, k_scale)]
     if values is not None and v_pool is not None:
-        writes.append(_bytes_of(values, v_pool, kept, v_scale))
+        sides.append((values, v_pool, v_scale))
+    written = {pool.untyped_storage().data_ptr() for _, pool, _ in sides}
+    writes = []
+    for source, pool, scale in sides:
+        flat, rows = _rows_of(source, pool, None if all_kept else kept, scale)
+        writes.append((flat, rows.clone() if rows.untyped_storage().data_ptr() in written else rows))
     for pool, rows in writes:
-        pool[where] = rows
+        pool.index_copy_(0, where, rows)
 
 
-def _bytes_of(
-    source: torch.Tensor, pool: torch.Tensor, kept: torch.Tensor, scale: float
+def _rows_of(
+    source: torch.Tensor, pool: torch.Tensor, kept: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A pool and the kept rows of a source as it stores them, both as bytes: index_put knows no fp8."""
-    rows = source.detach().reshape(kept.shape[0], pool.shape[1] * pool.shape[2])[kept]
-    return pool.view(pool.shape[0], -1).view(torch.uint8), cast(rows, pool.dtype, scale).view(torch.uint8)
+    """A pool and the kept rows of a source as it stores them, alike in shape; fp8 as bytes, because indexing
+    knows none."""
+    flat = pool.view(pool.shape[0], -1)
+    rows = source.detach().reshape(-1, flat.shape[1])
+    rows = cast(rows if kept is None else rows[kept], pool.dtype, scale)
+    return (flat.view(torch.uint8), rows.view(torch.uint8)) if pool.dtype in FP8_DTYPES else (flat, rows)
 
 
 def _columns(buffers: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, slice]]:
