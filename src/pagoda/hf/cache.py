@@ -24,7 +24,7 @@ from pagoda.hf.arguments import Prompts, Reason, read_call
 from pagoda.hf.families import served_layout
 from pagoda.hf.identity import identity
 from pagoda.hf.memory import Memory, Tokens
-from pagoda.hf.recording import RecordingCache, after_forward, before_forward
+from pagoda.hf.recording import MORE, RecordingCache, after_forward, before_forward
 from pagoda.layout import Layout
 from pagoda.layout.numbers import num_bytes, show_bytes
 from pagoda.tree import draw_text
@@ -154,14 +154,17 @@ class PrefixCache:
             return self._pass_on(prompts, plain, args, kwargs)
         memory = self._memory
         assert memory is not None  # or there would be a reason
-        space = f"{namespace}@{identity(self._model)}".encode()
+        try:
+            space = f"{namespace}@{identity(self._model)}".encode(errors="surrogatepass")
+        except (NotImplementedError, RuntimeError, TypeError):  # tensors that have no memory of their own
+            return self._pass_on("weights of a kind that is not known", plain, args, kwargs)
         cache, hit_tokens = self._begin(memory, prompts, space)
         if isinstance(cache, str):
             return self._pass_on(cache, plain, args, kwargs)
         self._note(Call(sum(row.size for row in prompts.tokens), hit_tokens))
         output: Any = None
         try:
-            output = plain(*args, **kwargs, past_key_values=cache)
+            output = plain(*args, **{**kwargs, "past_key_values": cache})
             return output
         finally:
             # Interrupted or not: what all layers have is right.
@@ -172,7 +175,7 @@ class PrefixCache:
         """The cache that a call begins with, and how many tokens it has already."""
         rows = prompts.ids.repeat_interleave(prompts.copies, dim=0)
         try:
-            found = memory.find(prompts.tokens, prompts.pads, prompts.copies, space)
+            found = memory.find(prompts.tokens, prompts.pads, prompts.copies, space, MORE)
         except torch.OutOfMemoryError:
             return "no memory for the working copy", 0
         config = self._model.config.get_text_config(decoder=True)
@@ -194,7 +197,10 @@ class PrefixCache:
         for number, (tokens, pad) in enumerate(zip(prompts.tokens, prompts.pads, strict=True)):
             self._keep(memory, tokens, cache, number * prompts.copies, pad, space)
         step = memory.layout.resume_step
-        cache.forget(min(pad + (prompts.length - pad) // step * step for pad in prompts.pads))
+        try:
+            cache.forget(min(pad + (prompts.length - pad) // step * step for pad in prompts.pads))
+        except torch.OutOfMemoryError:
+            cache.is_lost = True
 
     def _keep_all(
         self, memory: Memory, prompts: Prompts, cache: RecordingCache, space: bytes, output: Any
@@ -223,7 +229,8 @@ class PrefixCache:
 
         try:
             stored = memory.keep(tokens, columns, space)
-        except PagodaError as error:  # what the model computed is right all the same
+        except (PagodaError, torch.OutOfMemoryError) as error:
+            # What the model computed is right all the same.
             with self._lock:
                 self._refused[f"not stored: {error}"] += 1
             return
@@ -269,7 +276,7 @@ class PrefixCache:
         with self._lock:
             if self._made_for == made_for:
                 return
-            self._memory = None
+            self._memory, self._made_for = None, None
             self._layout = served_layout(model)
             if not isinstance(self._layout, str):
                 self._memory = Memory(self._layout, self._memory_bytes, model.device)
@@ -296,9 +303,10 @@ def _ended(tokens: Tokens, prompt: int, end_tokens: frozenset[int]) -> Tokens:
 class _Generate:
     """What stands in a model's `generate`. Copies and pickles of the model get the plain one."""
 
-    def __init__(self, model: PreTrainedModel, cache: PrefixCache, hooks: list[Any]) -> None:
-        self.model, self.cache, self.hooks = model, cache, hooks
+    def __init__(self, model: PreTrainedModel, cache: PrefixCache) -> None:
+        self.model, self.cache = model, cache
         self.plain: Callable[..., Any] = model.generate  # type: ignore[assignment]
+        self.own = model.__dict__.get("generate")  # what somebody else put there
         functools.update_wrapper(self, self.plain)
 
     def __call__(self, *args: Any, namespace: str = "", **kwargs: Any) -> Any:
@@ -332,11 +340,10 @@ def enable(model: Any, memory: int | str = "1GiB") -> PrefixCache:
     if isinstance(target.__dict__.get("generate"), _Generate):
         raise ConfigError("model: it has a cache already: pagoda.hf.disable(model) first")
     cache = PrefixCache(target, memory)
-    hooks = [
-        target.register_forward_pre_hook(before_forward, with_kwargs=True),
-        target.register_forward_hook(after_forward, with_kwargs=True),
-    ]
-    target.__dict__["generate"] = _Generate(target, cache, hooks)
+    _unhook(target)
+    target.register_forward_pre_hook(before_forward, with_kwargs=True)
+    target.register_forward_hook(after_forward, with_kwargs=True)
+    target.__dict__["generate"] = _Generate(target, cache)
     return cache
 
 
@@ -348,8 +355,20 @@ def disable(model: Any) -> None:
     if not isinstance(found, _Generate):
         raise ArgumentError("model: it has no cache: pagoda.hf.enable(model) gives it one")
     del target.__dict__["generate"]
-    for hook in found.hooks:
-        hook.remove()
+    if found.own is not None:
+        target.__dict__["generate"] = found.own
+    _unhook(target)
+
+
+def _unhook(model: PreTrainedModel) -> None:
+    """Takes our hooks away, also those that came along with a copy."""
+    for hooks, with_kwargs, ours in (
+        (model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs, before_forward),
+        (model._forward_hooks, model._forward_hooks_with_kwargs, after_forward),
+    ):
+        for key in [key for key, hook in hooks.items() if hook is ours]:
+            del hooks[key]
+            with_kwargs.pop(key, None)
 
 
 @contextmanager

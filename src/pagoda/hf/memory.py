@@ -29,7 +29,7 @@ Tokens: TypeAlias = npt.NDArray[np.int32]
 # Layer, first and last token → its keys and values [heads, tokens, dim], or None where they are gone.
 Columns: TypeAlias = Callable[[int, int, int], tuple[torch.Tensor, torch.Tensor] | None]
 
-CHUNK = 512  # tokens that are written and committed at once: windows need room for them besides
+CHUNK = 512  # tokens that are written and committed at once where there are windows, which need room for them
 # Memory is divided between layers that keep all tokens and windows: for requests of this length, or for so
 # many requests at least.
 USUAL, AT_LEAST = 2048, 8
@@ -65,10 +65,15 @@ class Memory:
             )
         # Windows are kept where requests end or part: the shorter requests are, the more of them there are.
         usual = USUAL if longest is None else min(USUAL, max(longest // AT_LEAST, 2 * step))
-        self.chunk = max(step, CHUNK // step * step)
-        while self.chunk > step and layout.memory_for(1, usual, chunk=self.chunk) > self.memory_bytes:
+        self._has_windows = any(group.window for group in layout.paged_groups)
+        self.chunk = max(step, CHUNK // step * step) if self._has_windows else ENDLESS
+        while (
+            self._has_windows
+            and self.chunk > step
+            and layout.memory_for(1, usual, chunk=self.chunk) > self.memory_bytes
+        ):
             self.chunk = max(step, self.chunk // 2 // step * step)
-        budget = layout.divide(self.memory_bytes, usual, chunk=self.chunk)
+        budget = layout.divide(self.memory_bytes, usual, chunk=self.chunk if self._has_windows else 1)
         self.layout, self.device = layout, device
         held = budget.num_tokens
         self.max_tokens = ENDLESS if held is None else held
@@ -78,7 +83,6 @@ class Memory:
             group.name: TokenPool.from_group(group, budget.capacity()[group.name], device)
             for group in layout.paged_groups
         }
-        self._has_windows = any(group.window for group in layout.paged_groups)
         self._lock = threading.RLock()
         self._last: tuple[Any, Any] | None = None  # the stream that worked here last, and an event on it
 
@@ -90,12 +94,13 @@ class Memory:
     # ── reading ─────────────────────────────────────────────────────────────────────────────────────
 
     def find(
-        self, rows: Sequence[Tokens], pads: Sequence[int], copies: int, namespace: bytes
+        self, rows: Sequence[Tokens], pads: Sequence[int], copies: int, namespace: bytes, room: int = 0
     ) -> Found | None:
         """What is known of the rows of a batch, copied together; None when nothing is.
 
-        At least the last column is left to compute. Each row stands `copies` times. Cost: one look-up a
-        row, and one copy of what was found, at memory speed."""
+        At least the last column is left to compute. Each row stands `copies` times. Where there is one row,
+        layers that keep all have place for `room` columns more than the batch has. Cost: one look-up a row,
+        and one copy of what was found, at memory speed."""
         with self._alone():
             columns = self._num_columns(rows, pads, namespace)
             known = [max(0, columns - pad) for pad in pads]
@@ -109,7 +114,8 @@ class Memory:
             total = 0
             for group in self.layout.paged_groups:
                 ids = np.concatenate(slots[group.name])
-                read, size = self._gather(group, ids, len(rows) * copies)
+                more = len(rows[0]) + pads[0] - columns + room if group.window is None else 0
+                read, size = self._gather(group, ids, len(rows) * copies, more)
                 layers |= read
                 total += size
             return Found(columns, sum(known), layers, total)
@@ -170,20 +176,18 @@ class Memory:
         return np.full(width, -1, np.int32)
 
     def _gather(
-        self, group: PagedGroup, slots: npt.NDArray[np.int32], num_rows: int
+        self, group: PagedGroup, slots: npt.NDArray[np.int32], num_rows: int, room: int
     ) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], int]:
         """Copies of the keys and values of all layers of a group: [rows, heads, columns, dim]."""
         pool = self._pools[group.name]
         shapes = [pool.k_shape] if pool.v_shape is None else [pool.k_shape, pool.v_shape]
         columns = slots.size // num_rows
+        width = columns + room if num_rows == 1 else columns  # what is gathered lies together
         outs = [
-            [
-                torch.empty(num_rows, columns, *shape, dtype=pool.dtype, device=self.device)
-                for _ in group.layers
-            ]
+            [torch.empty(num_rows, width, *shape, dtype=pool.dtype, device=self.device) for _ in group.layers]
             for shape in shapes
         ]
-        pool.gather(slots, *outs)
+        pool.gather(slots, *([out[:, :columns] for out in side] for side in outs))
         found = {}
         for number, layer in enumerate(group.layers):
             sides = [side[number].transpose(1, 2) for side in outs]

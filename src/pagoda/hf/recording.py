@@ -15,7 +15,66 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-__all__ = ["RecordingCache", "after_forward", "before_forward"]
+__all__ = ["MORE", "RecordingCache", "after_forward", "before_forward"]
+
+MORE = 128  # columns at least that a layer has room for
+
+
+class RecordingLayer(DynamicLayer):
+    """Keys and values of all columns, in memory with room for more: a new column is written behind the
+    others, where transformers copies all of them.
+
+    `keys` and `values` are the front of the memory, as long as nobody has put something else there."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.room: tuple[torch.Tensor, torch.Tensor] | None = None  # [rows, heads, columns, dim] each
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        begin = self.get_seq_length()
+        end = begin + key_states.shape[-2]
+        if not self._has_room(begin, end):
+            self._make_room(key_states, value_states, begin, end)
+        assert self.room is not None
+        for room, new in zip(self.room, (key_states, value_states), strict=True):
+            room[..., begin:end, :] = new
+        self.keys, self.values = (room[..., :end, :] for room in self.room)
+        return self.keys, self.values
+
+    def _has_room(self, begin: int, end: int) -> bool:
+        if self.room is None or end > self.room[0].shape[-2]:
+            return False
+        # Rows that were chosen or repeated lie elsewhere.
+        return begin == 0 or all(
+            held.data_ptr() == room.data_ptr() and held.shape[0] == room.shape[0]
+            for held, room in zip(self._held(), self.room, strict=True)
+        )
+
+    def _held(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    def _make_room(self, keys: torch.Tensor, values: torch.Tensor, begin: int, end: int) -> None:
+        made = []
+        for held, new in zip(self._held(), (keys, values), strict=True):
+            rows, heads, _, dim = new.shape
+            room = roomy(new, rows, heads, end, dim)
+            if begin:
+                room[..., :begin, :] = held
+            made.append(room)
+        self.room = made[0], made[1]
+
+
+def roomy(like: torch.Tensor, rows: int, heads: int, columns: int, dim: int) -> torch.Tensor:
+    """[rows, heads, columns and room for more, dim], uninitialised; heads of one column lie side by side.
+    O(1)."""
+    more = max(MORE, columns // 8)
+    return like.new_empty(rows, columns + more, heads, dim).transpose(1, 2)
 
 
 class RecordingWindow(DynamicSlidingWindowLayer):
@@ -85,7 +144,11 @@ class RecordingCache(DynamicCache):
     def __init__(self, config: Any, tokens: torch.Tensor, num_cached: int) -> None:
         super().__init__(config=config)
         self.layers = [
-            RecordingWindow(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else layer
+            RecordingWindow(layer.sliding_window)
+            if type(layer) is DynamicSlidingWindowLayer
+            else RecordingLayer()
+            if type(layer) is DynamicLayer
+            else layer
             for layer in self.layers
         ]
         self.num_cached = num_cached
@@ -99,7 +162,7 @@ class RecordingCache(DynamicCache):
     @property
     def is_known(self) -> bool:
         """Whether all layers are of kinds that can be copied in and out. O(layers)."""
-        return all(type(layer) in (DynamicLayer, RecordingWindow) for layer in self.layers)
+        return all(type(layer) in (RecordingLayer, RecordingWindow) for layer in self.layers)
 
     @property
     def num_columns(self) -> int:
@@ -113,12 +176,18 @@ class RecordingCache(DynamicCache):
         return self._tokens[0]
 
     def fill(self, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Gives a layer its cached columns: [rows, heads, columns, dim]; of a window, the last ones. O(1)."""
+        """Gives a layer its cached columns: [rows, heads, columns, dim]; of a window, the last ones. O(1).
+
+        The first `num_cached` columns of what a layer that keeps all is given are cached, the others room for
+        more."""
         layer: Any = self.layers[number]
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
         if isinstance(layer, RecordingWindow):
             layer.cumulative_length = layer.begin = self.num_cached
+        else:
+            layer.room = keys, values
+            layer.keys, layer.values = keys[..., : self.num_cached, :], values[..., : self.num_cached, :]
 
     def columns(self, number: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values of a layer: [rows, heads, end − begin, dim]; None where a window has lost some.
@@ -147,6 +216,9 @@ class RecordingCache(DynamicCache):
             if isinstance(layer, RecordingWindow):
                 del layer.parts, layer.begin
                 object.__setattr__(layer, "__class__", DynamicSlidingWindowLayer)
+            elif isinstance(layer, RecordingLayer):
+                del layer.room
+                object.__setattr__(layer, "__class__", DynamicLayer)
         kept = ("layers", "layer_class_to_replicate", "offloading")
         self.__dict__ = {name: value for name, value in self.__dict__.items() if name in kept}
         object.__setattr__(self, "__class__", DynamicCache)
@@ -173,7 +245,7 @@ class RecordingCache(DynamicCache):
         self._tokens = [self.tokens()[indices.to(self.tokens().device), ...]]
 
     def reset(self) -> None:
-        super().reset()
+        super().reset()  # type: ignore[no-untyped-call]
         self.is_lost = True
 
     # What the model does.
