@@ -8,7 +8,7 @@ values), `manager` (what running requests need), `pools` (the tensors), `attenti
 from importlib.metadata import version as _version
 
 from pagoda import compat, errors
-from pagoda.attention import PagedView, hnd_pages, nhd_pages, paged_attention
+from pagoda.attention import PagedView, PagedViews, hnd_pages, nhd_pages, paged_attention
 from pagoda.compat import *  # noqa: F403
 from pagoda.errors import *  # noqa: F403
 from pagoda.ids import FreeList
@@ -90,6 +90,7 @@ __all__ = [
     "PageTable",
     "PagedGroup",
     "PagedView",
+    "PagedViews",
     "Pages",
     "Part",
     "Pending",

@@ -383,7 +383,7 @@ def copy_pages(
 def _write_entries(packed, table, num_writes, num_entries, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_write = at < num_writes
-    entry = tl.load(packed + at, mask=is_write, other=-1)
+    entry = tl.load(packed + at, mask=is_write, other=-1).to(tl.int64)
     value = tl.load(packed + num_writes + at, mask=is_write)
     tl.store(table + entry, value, mask=(entry >= 0) & (entry < num_entries))
 
