@@ -221,9 +221,9 @@ class PagedView:
 class PagedViews:
     """Views of several groups that are refreshed together, in the launches of one.
 
-    `views` are in the order of their groups' tables in a flat one, as `Pools.flat_table` has them; batches are
-    as large as the smallest takes. They stay the caller's, and each can be refreshed alone too. A captured
-    graph reads memory of this object: keep it as long as the graph.
+    `views` are in the order of their groups' tables in a flat one, as `Pools.flat_table` has them; batches
+    are as large as the smallest takes. They stay the caller's, and each can be refreshed alone too. A
+    captured graph reads memory of this object: keep it as long as the graph.
 
     Errors: ConfigError for no views, one that stands twice, or views of several devices.
     """
@@ -251,9 +251,9 @@ class PagedViews:
     ) -> None:
         """Fill all buffers of all views for a step, as `PagedView.refresh` does one by one.
 
-        flat_table: [(num_rows + 1) * max_pages of all views] int32, the views' tables one after the other. The
-        rest is as there, but no tensor may be a buffer of a view. Cost: on CUDA two launches, for any number of
-        groups. Errors: ArgumentError.
+        flat_table: [(num_rows + 1) * max_pages of all views] int32, the views' tables one after the other.
+        The rest is as there, but no tensor may be a buffer of a view. Cost: on CUDA two launches, for any
+        number of groups. Errors: ArgumentError.
         """
         _require(flat_table, "flat_table", 1, self.device)
         num_rows, rest = divmod(flat_table.shape[0], self._num_columns)

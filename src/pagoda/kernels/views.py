@@ -32,7 +32,7 @@ class Views:
 
     def refresh(
         self,
-        table: torch.Tensor,  # [num_rows * columns of all tables] int32, contiguous in any shape; entry 0 no page
+        table: torch.Tensor,  # [num_rows * columns of all tables] int32, in any shape; entry 0 is no page
         num_rows: int,  # of each table, row 0 included, which is padding
         rows: torch.Tensor,  # [batch] int32, 0 is padding
         lengths: torch.Tensor,  # [batch] int32

@@ -26,6 +26,7 @@ from pagoda.pools.staging import Inbox, Staging, current_stream, staging_of
 
 __all__ = ["Pools"]
 
+
 class Pools:
     """Pages and tables of all groups on one device, which follow a manager's deltas.
 

@@ -194,10 +194,11 @@ class Staging:
     def fill(
         self, received: torch.Tensor, arrays: Sequence[npt.NDArray[Any]], begins: Sequence[int] = (0,)
     ) -> None:
-        """Copy arrays to where they begin in the caller's bytes, in one copy on the current device and stream.
+        """Copy arrays to where they begin in the caller's bytes, in one copy.
 
-        received: [n] uint8 on the device, n > 0, of which the arrays fill all but gaps. The caller has looked
-        at everything. Cost: as `send`.
+        received: [n] uint8 on the device, n > 0, of which the arrays fill all but gaps. The device is
+        current, its stream is not captured, and the arrays are as `send` wants them: nothing is looked at.
+        Cost: as `send`.
         """
         total = received.shape[0]
         with self._lock:
@@ -261,8 +262,8 @@ class Inbox:
     def receive(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
         """A tensor on the device that begins with this array, which is not empty: [≥ n] int32.
 
-        It is there for what the current stream of the current device runs next, up to the next call. The array
-        may be changed at once. The caller has looked for captures. Cost: as `Staging.send`.
+        It is there for what the current stream runs next, up to the next call. The array may be changed at
+        once. The device is current, and its stream is not captured. Cost: as `Staging.send`.
         """
         device = self._staging.device
         if device.type == "cpu":
@@ -270,9 +271,10 @@ class Inbox:
         stream = current_stream(device.index)
         room = self._rooms.get(stream)
         if room is None or room[0].shape[0] < array.nbytes:
-            # What the stream still reads of an old one is behind it: its memory comes back in the stream's order.
+            # The stream may still read the old one: torch gives its memory out again in the stream's order.
             with torch.inference_mode(False):
-                raw = torch.empty(aligned(2 * array.nbytes), dtype=torch.uint8, device=device)
+                num_bytes = max(4096, aligned(2 * array.nbytes))
+                raw = torch.empty(num_bytes, dtype=torch.uint8, device=device)
                 room = self._rooms[stream] = raw, raw.view(torch.int32)
         self._staging.fill(room[0][: array.nbytes], (array,))
         return room[1]
