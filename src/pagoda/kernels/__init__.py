@@ -22,6 +22,9 @@ from pagoda.kernels.reference import FP8_DTYPES
 __all__ = ["FP8_DTYPES", "copy_pages", "on_device", "pack", "store", "unpack", "write_entries"]
 
 
+_HERE = nullcontext()
+
+
 def _for(tensor: torch.Tensor) -> ModuleType:
     return _fused() if tensor.is_cuda else reference
 
@@ -38,7 +41,7 @@ def _fused() -> ModuleType:
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes a CUDA device the current one, which is where Triton launches and streams are looked up."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
+        return _HERE
     return torch.cuda.device(device)
 
 

@@ -21,8 +21,8 @@ class Launch:
     2^31, pointers in `do_not_specialize_on_alignment` and always of one type. Of that the caller is sure.
     """
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        self.kernel, self.options = kernel, options
         self.compiled: dict[tuple[int, ...], Any] = {}  # by device and constants
 
     def __call__(self, grid: tuple[int, int, int], *args: Any, constants: tuple[int, ...] = ()) -> None:
@@ -32,7 +32,7 @@ class Launch:
         if found is not None:
             found[grid](*args, *constants)
             return
-        made = self.kernel[grid](*args, *constants)
+        made = self.kernel[grid](*args, *constants, **self.options)
         if made is not None and _TAKES_ALL:  # the interpreter makes none
             self.compiled[key] = made
 

@@ -102,55 +102,55 @@ def _count(parameters, rows, lengths, given_starts, batch, num_rows, BLOCK: tl.c
 
 
 @triton.jit
-def _fill_pages(view, at, first_column, table, rows, batch, max_pages, split, BLOCK: tl.constexpr):
-    kernel_page = _size(view, _KERNEL_PAGE)
-    width = max_pages * split
+def _fill_pages(
+    at, first_column, table, rows, batch, max_pages, width, kernel_page, split, seq_lens, begins, indptr,
+    block_table, indices, BLOCK: tl.constexpr,
+):  # fmt: skip
     column = first_column + tl.arange(0, BLOCK)
-    length = tl.load(_buffer(view, _SEQ_LENS) + at)
-    row = tl.load(rows + at, mask=(at < batch) & (length > 0), other=0)
-    first = tl.load(_buffer(view, _BEGINS) + at) // kernel_page
+    # All are under way at once; what a row says that is none is not read on, because its length is 0.
+    row = tl.load(rows + at, mask=at < batch, other=0)
+    length = tl.load(seq_lens + at)
+    first = tl.load(begins + at) // kernel_page
+    begin = tl.load(indptr + at)
+    num_listed = tl.load(indptr + at + 1) - begin
     # Not (length + kernel_page − 1), which may pass 2^31.
     end = length // kernel_page + (length % kernel_page > 0)
     is_read = (column >= first) & (column < end)
     page = tl.load(table + row.to(tl.int64) * max_pages + column // split, mask=is_read, other=0)
     kernel_page_id = tl.where(page > 0, page * split + column % split, 0)
-    block_table = _buffer(view, _BLOCK_TABLE) + at.to(tl.int64) * width
-    tl.store(block_table + column, kernel_page_id, mask=column < width)
+    tl.store(block_table + at.to(tl.int64) * width + column, kernel_page_id, mask=column < width)
     # As many pages as there are, or none of a row that has no room.
-    indptr = _buffer(view, _INDPTR) + at
-    begin = tl.load(indptr)
-    num_listed = tl.load(indptr + 1) - begin
     is_listed = (column >= first) & (column < first + num_listed)
-    indices = _buffer(view, _INDICES) + begin.to(tl.int64)
-    tl.store(indices + (column - first), kernel_page_id, mask=is_listed)
+    tl.store(indices + begin.to(tl.int64) + (column - first), kernel_page_id, mask=is_listed)
 
 
 @triton.jit
-def _fill_slots(view, first_token, table, rows, max_pages, page_tokens, max_batch, BLOCK: tl.constexpr):
-    starts = _buffer(view, _STARTS)
+def _fill_slots(
+    first_token, table, rows, batch, max_pages, max_batch, max_tokens, page_tokens, seq_lens, starts,
+    slot_mapping, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = first_token + tl.arange(0, BLOCK)
     # Of whom a token is: how many rows end at or before it, by bisection.
     low = tl.zeros((BLOCK,), tl.int32)
     high = tl.zeros((BLOCK,), tl.int32) + max_batch
-    open_rows = max_batch
-    while open_rows > 0:
+    undecided = max_batch
+    while undecided > 0:
         middle = (low + high) // 2
         is_open = low < high
         is_behind = is_open & (tl.load(starts + 1 + middle, mask=is_open, other=0) <= token)
         low = tl.where(is_behind, middle + 1, low)
         high = tl.where(is_behind, high, middle)
-        open_rows = open_rows // 2
+        undecided = undecided // 2
     is_owned = low < max_batch
+    row = tl.load(rows + low, mask=low < batch, other=0)
     start = tl.load(starts + low, mask=is_owned, other=0)
     stop = tl.load(starts + low + 1, mask=is_owned, other=0)
-    length = tl.load(_buffer(view, _SEQ_LENS) + low, mask=is_owned, other=0)
+    length = tl.load(seq_lens + low, mask=is_owned, other=0)
     is_token = is_owned & (token >= start) & (token < stop) & (length > 0)
-    row = tl.load(rows + low, mask=is_token, other=0)
     position = tl.where(is_token, length - (stop - token), 0)
     page = tl.load(table + row.to(tl.int64) * max_pages + position // page_tokens, mask=is_token, other=0)
     slot = tl.where(page > 0, page.to(tl.int64) * page_tokens + position % page_tokens, -1)
-    slot_mapping = tl.load(view + _SLOT_MAPPING).to(tl.pointer_type(tl.int64))
-    tl.store(slot_mapping + token, slot, mask=token < _size(view, _MAX_TOKENS))
+    tl.store(slot_mapping + token, slot, mask=token < max_tokens)
 
 
 @triton.jit(
@@ -159,39 +159,55 @@ def _fill_slots(view, first_token, table, rows, max_pages, page_tokens, max_batc
 )
 def _fill(parameters, table, rows, batch, num_rows, BLOCK: tl.constexpr):
     # Of a view the first programs fill a block of columns of one row each, the next a block of tokens, and
-    # others, of which a larger view has need, nothing.
+    # others, of which a larger view has need, nothing. All parameters are asked for at once: one by one,
+    # where they are used, they would cost as many trips to memory.
     view = parameters + tl.program_id(1) * _NUM_PARAMETERS
     table += tl.load(view + _COLUMNS_BEFORE) * num_rows
-    page_tokens = _size(view, _PAGE)
-    max_pages = _size(view, _MAX_PAGES)
-    max_batch = _size(view, _MAX_BATCH)
-    split = page_tokens // _size(view, _KERNEL_PAGE)
-    num_blocks = tl.cdiv(max_pages * split, BLOCK)
+    page_tokens, kernel_page = _size(view, _PAGE), _size(view, _KERNEL_PAGE)
+    max_pages, max_batch, max_tokens = (
+        _size(view, _MAX_PAGES),
+        _size(view, _MAX_BATCH),
+        _size(view, _MAX_TOKENS),
+    )
+    seq_lens, starts, begins = _buffer(view, _SEQ_LENS), _buffer(view, _STARTS), _buffer(view, _BEGINS)
+    indptr, indices = _buffer(view, _INDPTR), _buffer(view, _INDICES)
+    block_table = _buffer(view, _BLOCK_TABLE)
+    slot_mapping = tl.load(view + _SLOT_MAPPING).to(tl.pointer_type(tl.int64))
+    split = page_tokens // kernel_page
+    width = max_pages * split
+    num_blocks = tl.cdiv(width, BLOCK)
     program = tl.program_id(0)
     if program < max_batch * num_blocks:
-        first_column = (program % num_blocks) * BLOCK
-        _fill_pages(view, program // num_blocks, first_column, table, rows, batch, max_pages, split, BLOCK)
+        _fill_pages(
+            program // num_blocks, (program % num_blocks) * BLOCK, table, rows, batch, max_pages, width,
+            kernel_page, split, seq_lens, begins, indptr, block_table, indices, BLOCK,
+        )  # fmt: skip
     else:
         first_token = (program - max_batch * num_blocks).to(tl.int64) * BLOCK
-        if first_token < tl.load(view + _MAX_TOKENS):
+        if first_token < max_tokens:
             _fill_slots(
-                view, first_token.to(tl.int32), table, rows, max_pages, page_tokens, max_batch, BLOCK
+                first_token.to(tl.int32), table, rows, batch, max_pages, max_batch, max_tokens, page_tokens,
+                seq_lens, starts, slot_mapping, BLOCK,
             )  # fmt: skip
 
 
-_launch_count, _launch_fill = Launch(_count), Launch(_fill)
-_COUNT_BLOCK = 1024  # rows a step of the one program that counts
-_FILL_BLOCK = 512  # columns or tokens a program
+_launch_count, _launch_fill = Launch(_count, num_warps=8), Launch(_fill, num_warps=4)
+# Rows a step of the one program that counts, at most: as many as there are take half the time where 256 do.
+_COUNT_BLOCK = 1024
+_FILL_BLOCK = 256  # columns or tokens a program
 
 
 class Prepared(NamedTuple):
     parameters: torch.Tensor  # [views, _NUM_PARAMETERS] int64
     num_views: int
+    count_block: int
     num_programs: int  # that fill the largest view
 
 
 def prepare(specs: Sequence[ViewSpec], device: torch.device) -> Prepared:
     parameters, num_programs, columns_before = [], 0, 0
+    most_rows = max(spec.buffers.block_table.shape[0] for spec in specs)
+    count_block = min(_COUNT_BLOCK, max(16, triton.next_power_of_2(most_rows)))
     for buffers, max_pages, page_tokens, kernel_page_tokens, window in specs:
         max_batch, width = buffers.block_table.shape
         max_tokens, max_indices = buffers.slot_mapping.shape[0], buffers.indices.shape[0]
@@ -199,9 +215,10 @@ def prepare(specs: Sequence[ViewSpec], device: torch.device) -> Prepared:
         sizes += [max_batch, max_tokens, max_indices]
         parameters.append(sizes + [buffer.data_ptr() for buffer in buffers])
         columns_before += max_pages
-        of_pages = max_batch * triton.cdiv(width, _FILL_BLOCK)
-        num_programs = max(num_programs, of_pages + triton.cdiv(max_tokens, _FILL_BLOCK))
-    return Prepared(torch.tensor(parameters, dtype=torch.int64, device=device), len(specs), num_programs)
+        of_pages = max_batch * -(-width // _FILL_BLOCK)
+        num_programs = max(num_programs, of_pages + -(-max_tokens // _FILL_BLOCK))
+    on_device = torch.tensor(parameters, dtype=torch.int64, device=device)
+    return Prepared(on_device, len(specs), count_block, num_programs)
 
 
 def refresh(
@@ -212,11 +229,11 @@ def refresh(
     lengths: torch.Tensor,
     query_start_loc: torch.Tensor,
 ) -> None:
-    parameters, num_views, num_programs = prepared
+    parameters, num_views, count_block, num_programs = prepared
     batch = rows.shape[0]
     _launch_count(
         (num_views, 1, 1), parameters, rows, lengths, query_start_loc, batch, num_rows,
-        constants=(_COUNT_BLOCK,),
+        constants=(count_block,),
     )  # fmt: skip
     _launch_fill(
         (num_programs, num_views, 1), parameters, table, rows, batch, num_rows, constants=(_FILL_BLOCK,)
