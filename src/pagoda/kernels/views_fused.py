@@ -192,9 +192,9 @@ def _fill(parameters, table, rows, batch, num_rows, BLOCK: tl.constexpr):
 
 
 _launch_count, _launch_fill = Launch(_count, num_warps=8), Launch(_fill, num_warps=4)
-# Rows a step of the one program that counts, at most: as many as there are take half the time where 256 do.
+# Rows a step of the one program that counts, at most. A block no larger than the batch spares 1.8 µs at 256.
 _COUNT_BLOCK = 1024
-_FILL_BLOCK = 256  # columns or tokens a program
+_FILL_BLOCK = 512  # columns or tokens a program
 
 
 class Prepared(NamedTuple):

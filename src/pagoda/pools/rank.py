@@ -126,9 +126,10 @@ class Pools:
 
         Cost: on CUDA one asynchronous copy of the delta's bytes, a launch for all table writes, and one for
         each group with page copies (two, and room for them, where a page is source and target); nothing for
-        an empty delta. No synchronisation. Errors: ArgumentError for a delta out of order, of other groups,
-        with a target that stands twice, or for a stream of another device; OutOfRangeError for a place or
-        page that is not there; CaptureError.
+        an empty delta. Nothing else is made on the device once a delta as large has come on the stream. No
+        synchronisation. Errors: ArgumentError for a delta out of order, of other groups, with a target that
+        stands twice, or for a stream of another device; OutOfRangeError for a place or page that is not
+        there; CaptureError.
         """
         if not isinstance(delta, Delta):
             raise ArgumentError(f"delta: give what Manager.take_delta gave, not {type(delta).__name__}")
