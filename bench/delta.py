@@ -6,17 +6,17 @@ import statistics
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from bench.manager import PAGE, WINDOW, prompts_of, random_tokens
-from bench.measure import graph_microseconds, save, table
+from bench.measure import graph_microseconds, no_waiting, save, table
 from bench.staging import busy_microseconds, host_microseconds
-from pagoda.attention import PagedView
+from pagoda import kernels
+from pagoda.attention import PagedView, PagedViews
 from pagoda.layout import FullAttention, Layout, WindowAttention
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Pools
@@ -31,6 +31,8 @@ LOOPS = 15  # of one page of steps each, so that all do the same work
 STEPS = PAGE * 60
 SLEEP_CYCLES = 100_000_000  # some 50 ms: longer than asking for what is queued behind
 IN_GRAPH = 20
+HOST = "host, idle device, µs"
+BOTH = "machine: that copy, and that kernel by Triton"
 
 
 class Running:
@@ -48,7 +50,9 @@ class Running:
         capacity = {group.name: (batch + 2) * max_pages for group in layout.groups}
         self.manager = Manager(layout, capacity, num_rows=batch, max_tokens=longest)
         self.pools = Pools(layout, capacity, num_rows=batch, max_tokens=longest, device=device)
-        self.views = [PagedView(group, batch, batch, max_pages, device) for group in layout.paged_groups]
+        self.views = PagedViews(
+            [PagedView(group, batch, batch, max_pages, device) for group in layout.paged_groups]
+        )
         more = np.random.default_rng(3).integers(PAGE, size=batch)  # so that pages fill in different steps
         rows = []
         for prompt in prompts_of(length + more):
@@ -92,8 +96,7 @@ class Running:
         self.pools.apply(self.planned.popleft())
 
     def refresh(self) -> None:
-        for view, of_group in zip(self.views, self.pools.tables.values(), strict=True):
-            view.refresh(of_group, self.rows, self.lengths, self.starts)
+        self.views.refresh(self.pools.flat_table, self.rows, self.lengths, self.starts)
 
     def catch_up(self) -> None:
         """Apply what is planned, and have the lengths that the manager has."""
@@ -109,7 +112,7 @@ class Running:
     def check(self) -> None:
         """The views, after the last step, say what the manager says."""
         lengths = self.manager.reserved(self.host_rows)
-        for view in self.views:
+        for view in self.views.views:
             assert np.array_equal(view.seq_lens.cpu().numpy(), lengths)
             found, begins = view.block_table.cpu().numpy(), view.begins.cpu().numpy() // PAGE
             for at, row in enumerate(self.host_rows.tolist()):
@@ -140,7 +143,7 @@ def costs_of(windows: int) -> list[Row]:
     costs: list[Row] = []
 
     def add(call: str, idle: float, busy: float | None = None, **device: float | None) -> None:
-        row: Row = {"groups": groups, "call": call, "host, idle device, µs": idle}
+        row: Row = {"groups": groups, "call": call, HOST: idle}
         row["host, busy device, µs"] = _or_dash(busy)
         row["device, queued, µs"] = _or_dash(device.get("queued"))
         row["device, in a graph, µs"] = _or_dash(device.get("graph"))
@@ -180,6 +183,8 @@ def costs_of(windows: int) -> list[Row]:
     torch.cuda.synchronize()
     running.check()
 
+    for call, one in parts_of_apply(running).items():
+        add(call, host_microseconds(one))
     for call, one in machine(round(statistics.mean(sent_bytes))).items():
         add(
             call,
@@ -188,7 +193,22 @@ def costs_of(windows: int) -> list[Row]:
             queued=queued_microseconds(one),
             graph=graph_microseconds([one] * IN_GRAPH),
         )
-    return costs
+    least = next(row[HOST] for row in costs if row["call"] == BOTH)
+    return [{**row, "times a copy and a launch": row[HOST] / least} for row in costs]
+
+
+def parts_of_apply(running: Running) -> dict[str, Callable[[], object]]:
+    """What `Pools.apply` does of a step's delta, one by one: the same delta over and over."""
+    pools, delta = running.pools, running.plan()
+    pools.apply(delta)
+    running.finish(delta)
+    body = delta.packed[3 + len(pools.pools) :]
+    sent = pools._inbox.receive(body)
+    return {
+        "of apply: looking through": lambda: pools._reader.read(delta.packed, delta.num_groups, delta.step),
+        "of apply: to the device": lambda: pools._inbox.receive(body),
+        "of apply: the launch": lambda: kernels.write_entries(sent, delta.num_writes, pools.flat_table),
+    }
 
 
 def whole_step(running: Running) -> Callable[[], None]:
@@ -249,9 +269,18 @@ def machine(num_bytes: int) -> dict[str, Callable[[], object]]:
 
     pinned = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
     received = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+
+    def copy() -> None:
+        received.copy_(pinned, non_blocking=True)
+
+    def both() -> None:
+        received.copy_(pinned, non_blocking=True)
+        empty[(1,)]()
+
     return {
-        f"machine: a pinned copy of {num_bytes:,} bytes": lambda: received.copy_(pinned, non_blocking=True),
+        f"machine: a pinned copy of {num_bytes:,} bytes": copy,
         "machine: an empty kernel, by Triton": lambda: empty[(1,)](),
+        BOTH: both,
         "machine: an empty kernel, by torch": lambda: torch.cuda._sleep(0),
     }
 
@@ -283,19 +312,6 @@ def queued_microseconds(call: Callable[[], object], number: int = PAGE, repeats:
         if is_asleep:
             times.append(begin.elapsed_time(end) * 1_000 / number)
     return statistics.median(times) if times else None
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """torch raises at any call that waits for the device."""
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def was_asleep_during(call: Callable[[], object]) -> str:

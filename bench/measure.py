@@ -7,7 +7,9 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,19 @@ def graph_microseconds(calls: list[Callable[[], object]], repeats: int = 21) -> 
             torch.cuda.synchronize()
             times.append(begin.elapsed_time(end) * 1000 / len(calls))
     return statistics.median(times[3:])
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """A stretch in which torch raises at any call that waits for the device."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def table(title: str, rows: Iterable[dict[str, Any]]) -> None:

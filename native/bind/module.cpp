@@ -12,6 +12,7 @@ NB_MODULE(_native, m) {
   bind_page_table(m);
   bind_prefix_tree(m);
   bind_manager(m);
+  bind_delta_reader(m);
   m.def(
       "sum_ids",
       [](nb::handle ids) {

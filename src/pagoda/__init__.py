@@ -10,7 +10,7 @@ from importlib.metadata import version as _version
 from types import ModuleType as _ModuleType
 
 from pagoda import compat, errors
-from pagoda.attention import PagedView, hnd_pages, nhd_pages, paged_attention
+from pagoda.attention import PagedView, PagedViews, hnd_pages, nhd_pages, paged_attention
 from pagoda.compat import *  # noqa: F403
 from pagoda.errors import *  # noqa: F403
 from pagoda.ids import FreeList
@@ -92,6 +92,7 @@ __all__ = [
     "PageTable",
     "PagedGroup",
     "PagedView",
+    "PagedViews",
     "Pages",
     "Part",
     "Pending",

@@ -211,6 +211,12 @@ class Pending(tuple[int, int]):
     @property
     def length(self) -> int: ...
 
+class DeltaReader:
+    def __init__(self, groups: Sequence[tuple[str, int, int]], num_rows: int) -> None: ...
+    def read(
+        self, packed: npt.NDArray[np.int32], num_groups: int, step: int
+    ) -> tuple[int, list[tuple[int, int, int, bool]]]: ...
+
 class ManagerCore:
     def __init__(
         self,

@@ -64,13 +64,16 @@ def test_table_writes_agree(data: st.DataObject):
     num_entries = data.draw(st.sampled_from([1, 7, 300, 5000]))
     places = data.draw(st.lists(st.integers(0, num_entries - 1), unique=True, max_size=600))
     outside = data.draw(st.lists(st.sampled_from([-1, -(2**31), num_entries, 2**31 - 1]), max_size=3))
-    index = np.array([*places, *outside], dtype=data.draw(st.sampled_from([np.int32, np.int64])))
+    index = np.array([*places, *outside], dtype=np.int32)
     np.random.default_rng(len(places)).shuffle(index)
     values = np.arange(len(index), dtype=np.int32) * 7919 - 1000
     expected = np.full(num_entries, -5, dtype=np.int32)
     is_inside = (index >= 0) & (index < num_entries)
     expected[index[is_inside]] = values[is_inside]
+    offset = data.draw(st.integers(0, 1))  # aligned to nothing
+    more = data.draw(st.integers(0, 2))  # what else a delta holds is not read
+    packed = torch.tensor(np.concatenate([[7] * offset, index, values, [3] * more]).astype(np.int32))
     for kernels, device in ((fused, DEVICE), (reference, "cpu")):
         table = torch.full((num_entries,), -5, dtype=torch.int32, device=device)
-        kernels.write_entries(torch.tensor(index).to(device), torch.tensor(values).to(device), table)
+        kernels.write_entries(packed.to(device)[offset:], len(index), table)
         assert np.array_equal(table.cpu().numpy(), expected)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagoda.kernels import views_reference
-from pagoda.kernels.views_reference import ViewBuffers
+from pagoda.kernels.views_reference import ViewBuffers, ViewSpec
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
     views_fused = pytest.importorskip("pagoda.kernels.views_fused", reason="needs triton")
@@ -34,23 +34,21 @@ def buffers_of(max_batch: int, width: int, max_tokens: int, max_indices: int) ->
 
 
 def judge(
-    table: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    starts: torch.Tensor,
-    view: ViewBuffers,
-    page: int,
-    kernel_page: int,
-    window: int,
-) -> ViewBuffers:
+    table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, *specs: ViewSpec
+) -> None:
     """Refresh with both and compare every entry of every buffer."""
-    mine = ViewBuffers(*(buffer.to(DEVICE, copy=True) for buffer in view))
-    on_device = [given_.to(DEVICE) for given_ in (table, rows, lengths, starts)]
-    views_fused.refresh(*on_device, mine, page, kernel_page, window)
-    views_reference.refresh(table, rows, lengths, starts, view, page, kernel_page, window)
-    for name, a, b in zip(ViewBuffers._fields, mine, view, strict=True):
-        assert a.cpu().tolist() == b.tolist(), name
-    return view
+    num_rows = table.numel() // sum(spec.max_pages for spec in specs)
+    mine = [
+        spec._replace(buffers=ViewBuffers(*(buffer.to(DEVICE, copy=True) for buffer in spec.buffers)))
+        for spec in specs
+    ]
+    on_device = [given_.to(DEVICE) for given_ in (rows, lengths, starts)]
+    prepared = views_fused.prepare(mine, torch.device(DEVICE))
+    views_fused.refresh(prepared, table.to(DEVICE), num_rows, *on_device)
+    views_reference.refresh(specs, table, num_rows, rows, lengths, starts)
+    for of_mine, spec in zip(mine, specs, strict=True):
+        for name, a, b in zip(ViewBuffers._fields, of_mine.buffers, spec.buffers, strict=True):
+            assert a.cpu().tolist() == b.tolist(), name
 
 
 @CASES
@@ -76,7 +74,34 @@ def test_refresh_agrees_for_any_batch_window_and_page_size(data: st.DataObject):
     max_tokens = max(1, int(starts[-1]) + data.draw(st.integers(-3, 5)))
     max_indices = data.draw(st.sampled_from([max_batch * width, 1, 8]))
     view = buffers_of(max_batch, width, max_tokens, max_indices)
-    judge(table, rows, lengths, starts, view, page, kernel_page, window)
+    judge(table, rows, lengths, starts, ViewSpec(view, max_pages, page, kernel_page, window))
+
+
+@settings(CASES, max_examples=200 if DEVICE == "cuda" else 30)
+@given(data=st.data())
+def test_views_that_are_refreshed_together_agree(data: st.DataObject):
+    """Tables of different widths in one, views of different sizes: each is what it is alone."""
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    num_rows, batch = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 6))
+    specs, tables = [], []
+    for _ in range(data.draw(st.integers(1, 4))):
+        kernel_page = data.draw(st.sampled_from([1, 3, 16]))
+        split, max_pages = data.draw(st.sampled_from([1, 4])), data.draw(st.integers(1, 7))
+        max_batch, max_tokens = max(1, batch + data.draw(st.integers(0, 3))), data.draw(st.integers(1, 20))
+        room = data.draw(st.sampled_from([max_batch * max_pages * split, 5]))
+        buffers = buffers_of(max_batch, max_pages * split, max_tokens, room)
+        window = data.draw(st.sampled_from([0, 1, 17]))
+        specs.append(ViewSpec(buffers, max_pages, kernel_page * split, kernel_page, window))
+        tables.append(torch.randint(0, 1000, (num_rows * max_pages,), generator=random, dtype=torch.int32))
+    rows = torch.randint(0, num_rows + 1, (batch,), generator=random, dtype=torch.int32)
+    lengths = torch.randint(0, 60, (batch,), generator=random, dtype=torch.int32)
+    num_queries = torch.minimum(lengths, torch.randint(0, 5, (batch,), generator=random)).int()
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), num_queries.cumsum(0).int()])
+    judge(torch.cat(tables), rows, lengths, starts, *specs)
+    for spec, table in zip(specs, tables, strict=True):
+        alone = ViewBuffers(*(torch.full_like(buffer, 77) for buffer in spec.buffers))
+        views_reference.refresh([spec._replace(buffers=alone)], table, num_rows, rows, lengths, starts)
+        assert all(a.tolist() == b.tolist() for a, b in zip(alone, spec.buffers, strict=True))
 
 
 @pytest.fixture(params=["small", pytest.param("real", marks=pytest.mark.gpu)])
@@ -102,7 +127,7 @@ def test_more_rows_columns_and_tokens_than_a_block(window: int, scale: int):
     num_queries = torch.minimum(lengths, torch.full_like(lengths, 2))
     starts = torch.cat([torch.zeros(1, dtype=torch.int32), num_queries.cumsum(0).int()])
     view = buffers_of(max_batch, max_pages * 4, 80 * scale, max_batch * max_pages * 4)
-    judge(table, rows, lengths, starts, view, 8, 2, window)
+    judge(table, rows, lengths, starts, ViewSpec(view, max_pages, 8, 2, window))
     assert int(view.indptr[-1]) > 150 * scale
 
 
@@ -114,7 +139,7 @@ def test_a_list_that_fills_up_in_a_later_step_of_the_sum(scale: int):
     starts = torch.arange(batch + 1, dtype=torch.int32)
     for room in (1, 2, 32 * scale, 33 * scale + 1, batch * 2):
         view = buffers_of(batch, 2, batch, room)
-        judge(table, rows, lengths, starts, view, 1, 1, 0)
+        judge(table, rows, lengths, starts, ViewSpec(view, 2, 1, 1, 0))
         assert int(view.indptr[-1]) == room // 2 * 2
 
 
@@ -125,7 +150,8 @@ def test_starts_that_fall_stay_inside_the_buffers():
     for given_ in ([3, 1, 2], [2**31 - 1, -(2**31), 2**31 - 1], [-5, -4, -3], [0, 2**31 - 1, 1]):
         starts = torch.tensor(given_, dtype=torch.int32)
         view = ViewBuffers(*(buffer.to(DEVICE) for buffer in buffers_of(2, 2, 3, 4)))
-        on_device = [tensor.to(DEVICE) for tensor in (table, rows, lengths, starts)]
-        views_fused.refresh(*on_device, view, 2, 2, 0)
+        prepared = views_fused.prepare([ViewSpec(view, 2, 2, 2, 0)], torch.device(DEVICE))
+        on_device = [tensor.to(DEVICE) for tensor in (rows, lengths, starts)]
+        views_fused.refresh(prepared, table.to(DEVICE), 2, *on_device)
         assert set(view.slot_mapping.tolist()) <= {-1, 14, 15, 16, 17}
         assert set(view.block_table.flatten().tolist()) <= {0, 7, 8}

@@ -1,14 +1,13 @@
 """Views in captured graphs: a replay over changed rows and lengths is the eager result, in fixed memory."""
 
-import warnings
-
 import pytest
 import torch
 
+from bench.measure import no_waiting
 from pagoda import FullAttention, Layout, PagedGroup, TokenPool, WindowAttention
-from pagoda.attention import PagedView, paged_attention
+from pagoda.attention import PagedView, PagedViews, paged_attention
 from pagoda.kernels import views_reference
-from pagoda.kernels.views_reference import ViewBuffers
+from pagoda.kernels.views_reference import ViewBuffers, ViewSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -63,8 +62,9 @@ def test_replays_follow_tables_rows_and_lengths_that_were_changed_in_place(
         graph.replay()
         eager.refresh(*step.tensors)
         judge = ViewBuffers(*(torch.zeros_like(buffer, device="cpu") for buffer in eager.buffers))
-        on_host = [tensor.cpu() for tensor in step.tensors]
-        views_reference.refresh(*on_host, judge, PAGE, kernel_page, window or 0)
+        table, *rest = (tensor.cpu() for tensor in step.tensors)
+        spec = ViewSpec(judge, MAX_PAGES, PAGE, kernel_page, window or 0)
+        views_reference.refresh([spec], table, NUM_ROWS + 1, *rest)
         num_listed = int(judge.indptr[-1])
         assert num_listed > 0
         for name, a, b, c in zip(ViewBuffers._fields, captured.buffers, eager.buffers, judge, strict=True):
@@ -82,14 +82,9 @@ def test_refresh_makes_nothing_and_waits_for_nothing():
     view.refresh(*step.tensors)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for batch in range(1, BATCH + 1):
             view.refresh(step.table, step.rows[:batch], step.lengths[:batch], step.starts[: batch + 1])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
@@ -120,24 +115,68 @@ def test_a_step_is_stored_in_a_graph_and_read_outside_of_it():
         assert out.isfinite().all()
 
 
-def test_batches_of_any_size_share_what_was_compiled():
+def test_views_of_several_groups_are_captured_as_one_and_follow_their_tables():
+    groups = [group_of(None), group_of(100), group_of(17)]
+    captured, alone = (
+        [
+            PagedView(group, BATCH, 64, MAX_PAGES - at, "cuda", kernel_page_tokens=PAGE >> at)
+            for at, group in enumerate(groups)
+        ]
+        for _ in range(2)
+    )
+    step, views = Step(), PagedViews(captured)
+    sizes = [(NUM_ROWS + 1) * view.max_pages for view in alone]
+    flat = torch.zeros(sum(sizes), dtype=torch.int32, device="cuda")
+    views.refresh(flat, *step.tensors[1:])  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        views.refresh(flat, *step.tensors[1:])
+    for seed in range(10):
+        step.change(seed)
+        flat.copy_(torch.randint(1, 400, flat.shape, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        for view, theirs, part in zip(captured, alone, flat.split(sizes), strict=True):
+            theirs.refresh(part.view(NUM_ROWS + 1, view.max_pages), *step.tensors[1:])
+            assert int(theirs.indptr[-1]) > 0
+            assert all(torch.equal(a, b) for a, b in zip(view.buffers, theirs.buffers, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num_groups", [1, 6])
+def test_any_number_of_groups_is_two_launches(num_groups: int):
+    views = PagedViews([PagedView(group_of(100), BATCH, 64, MAX_PAGES, "cuda") for _ in range(num_groups)])
+    step = Step()
+    flat = torch.zeros(num_groups * step.table.numel(), dtype=torch.int32, device="cuda")
+    views.refresh(flat, *step.tensors[1:])  # compiles
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        views.refresh(flat, *step.tensors[1:])
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    if not names:
+        pytest.skip("the profiler sees no kernels on this machine")
+    assert sorted(names) == ["_count", "_fill"]
+
+
+def test_views_and_batches_of_any_size_share_one_kernel():
+    """`Launch` looks a kernel up once: an argument that made a variant would get what another compiled."""
     from pagoda.kernels import views_fused
 
-    def variants() -> int:
-        return sum(
-            len(caches[0])
-            for kernel in (views_fused._count, views_fused._fill)
-            for caches in kernel.device_caches.values()
-        )
-
-    view, step = PagedView(group_of(100), BATCH, 64, MAX_PAGES, "cuda"), Step()
+    step = Step()
     step.change(1)
-    view.refresh(*step.tensors)
-    compiled = variants()
-    assert compiled > 0
-    for batch in (1, 2, 3, 7):
-        # Not aligned to 16 bytes either.
-        view.refresh(
-            step.table, step.rows[1 : batch + 1], step.lengths[1 : batch + 1], step.starts[1 : batch + 2]
-        )
-    assert variants() == compiled
+    for window, max_tokens in ((None, 64), (100, 1)):
+        view = PagedView(group_of(window), BATCH, max_tokens, MAX_PAGES, "cuda")
+        for batch in (1, 2, 3, 7):
+            for at in (0, 1):  # aligned to 16 bytes, and not
+                for launch in (views_fused._launch_count, views_fused._launch_fill):
+                    launch.compiled.clear()
+                of_batch = slice(at, at + batch)
+                view.refresh(
+                    step.table[at:],
+                    step.rows[of_batch],
+                    step.lengths[of_batch],
+                    step.starts[at : at + batch + 1],
+                )
+    for kernel in (views_fused._count, views_fused._fill):
+        assert [len(caches[0]) for caches in kernel.device_caches.values()] == [1]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.waiting import no_waiting
+from bench.measure import no_waiting
 from pagoda import (
     ArgumentError,
     CaptureError,
@@ -100,13 +100,13 @@ def test_nobody_waits_and_each_delta_is_one_copy(monkeypatch: pytest.MonkeyPatch
     for delta in deltas:
         warm.apply(delta)  # compiles
     copies: list[int] = []
-    fill = Staging._fill
+    copy = Staging._copy
 
     def counted(received: torch.Tensor, *rest: Any) -> None:
         copies.append(received.numel())
-        fill(received, *rest)
+        copy(received, *rest)
 
-    monkeypatch.setattr(Staging, "_fill", staticmethod(counted))
+    monkeypatch.setattr(Staging, "_copy", staticmethod(counted))
     with no_waiting():
         for delta in deltas:
             before = len(copies)
@@ -115,6 +115,54 @@ def test_nobody_waits_and_each_delta_is_one_copy(monkeypatch: pytest.MonkeyPatch
         pools.apply(moves(pools.step + 1, [1, 2], [2, 1]))
     assert len(copies) == len(deltas)
     assert sum(copies) < 16 * len(copies) + sum(delta.num_bytes for delta in deltas)
+
+
+def test_once_warm_nothing_is_made_for_a_delta_of_table_writes():
+    pools = pools_of("cuda")
+
+    def writes(step: int) -> Delta:
+        n = 1 + step % 5
+        return Delta(np.array([step, 0, n, 0, 0, *range(10, 10 + n), *[step % 60] * n], dtype=np.int32), 2)
+
+    stream = torch.cuda.Stream()
+    for step in range(1, 11):
+        pools.apply(writes(step), stream if step % 2 else None)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for step in range(11, 51):
+        pools.apply(writes(step), stream if step % 2 else None)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert int(pools.tables["full"][1, 0]) == 50
+
+
+def test_deltas_of_two_streams_do_not_disturb_each_other():
+    """One stream is late with a delta when the other's arrives: each has its own memory on the device."""
+    pools, stream = pools_of("cuda"), torch.cuda.Stream()
+
+    def write(step: int, place: int) -> Delta:
+        return Delta(np.array([step, 0, 1, 0, 0, place, 7], dtype=np.int32), 2)
+
+    for step in (1, 2):
+        pools.apply(write(step, 20), stream if step == 1 else None)  # compiles
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP_CYCLES)
+    pools.apply(write(3, 30), stream)
+    pools.apply(write(4, 40))
+    torch.cuda.synchronize()
+    assert [int(pools.flat_table[place]) for place in (20, 30, 40)] == [7, 7, 7]
+
+
+def test_deltas_of_any_size_share_one_kernel():
+    """`Launch` looks a kernel up once: an argument that made a variant would get what another compiled."""
+    from pagoda.kernels import fused
+
+    table = torch.zeros(1 << 20, dtype=torch.int32, device="cuda")
+    packed = torch.arange(4097, dtype=torch.int32, device="cuda")
+    for n in (1, 16, 17, 2048):
+        for offset in (0, 1):  # aligned to 16 bytes, and not
+            fused._launch_writes.compiled.clear()
+            fused.write_entries(packed[offset:], n, table[offset:])
+    assert [len(caches[0]) for caches in fused._write_entries.device_caches.values()] == [1]
 
 
 @pytest.mark.filterwarnings("ignore")

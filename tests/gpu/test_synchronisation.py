@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import pagoda
-from gpu.waiting import no_waiting
+from bench.measure import no_waiting
 from pagoda import DeviceTable, FreeList, PageTable, StatePart, StatePool, TokenPool
 
 pytestmark = pytest.mark.gpu

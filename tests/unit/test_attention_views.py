@@ -20,8 +20,9 @@ from pagoda import (
     from_hf,
     model_config,
 )
-from pagoda.attention import PagedView, hnd_pages, nhd_pages
+from pagoda.attention import PagedView, PagedViews, hnd_pages, nhd_pages
 from pagoda.layout import latent
+from pagoda.pools import Pools
 
 NUM_ROWS = 12
 KV: dict[str, Any] = {"kv_heads": 2, "k_dim": 8, "v_dim": 8}
@@ -480,3 +481,68 @@ def test_a_latent_group_has_views_too():
     view = PagedView(group, 1, 1, 1, "cpu")
     view.refresh(int32([[0], [3]]), int32([1]), int32([5]), int32([0, 1]))
     assert view.slot_mapping.tolist() == [3 * 64 + 4]
+
+
+# ── several groups at once ──────────────────────────────────────────────────────────────────────────
+
+
+def test_views_of_several_groups_are_filled_from_the_flat_table_of_pools(device: str):
+    layout = Layout(
+        [
+            FullAttention(kv_heads=1, k_dim=2, v_dim=2),
+            WindowAttention(kv_heads=1, k_dim=2, v_dim=4, window=5),
+        ],
+        {"full": 4, "window": 2},
+    )
+    pools = Pools(layout, {"full": 20, "window": 40}, num_rows=3, max_tokens=16, device=device)
+    pools.flat_table[:16] = torch.arange(100, 116)  # [4, 4], then [4, 8]
+    pools.flat_table[16:] = torch.arange(200, 232)
+    views = [
+        PagedView(group, batch, 4, 16 // group.page_tokens, device)
+        for group, batch in zip(layout.paged_groups, (3, 2), strict=True)
+    ]
+    both = PagedViews(views)
+    assert both.max_batch == 2
+    both.refresh(pools.flat_table, *(int32(x, device) for x in ([2, 3], [7, 10], [0, 1, 3])))
+    full, window = views
+    # Rows 2 and 3 of the first table begin at 108 and 112, of the second at 216 and 224.
+    assert full.block_table.tolist() == [[108, 109, 0, 0], [112, 113, 114, 0], [0] * 4]
+    assert full.slot_mapping.tolist() == [109 * 4 + 2, 114 * 4, 114 * 4 + 1, -1]
+    assert full.indptr.tolist() == [0, 2, 5, 5]
+    # A query of 7 tokens reads 2 to 6, two of 10 read 4 to 9: pages 1 to 3, and 2 to 4.
+    assert window.block_table.tolist() == [[0, 217, 218, 219, 0, 0, 0, 0], [0, 0, 226, 227, 228, 0, 0, 0]]
+    assert window.slot_mapping.tolist() == [219 * 2, 228 * 2, 228 * 2 + 1, -1]
+    assert window.begins.tolist() == [2, 4]
+    assert window.last_page_len.tolist() == [1, 2]
+    for view in views:
+        view.check()
+
+
+def test_what_views_cannot_be_refreshed_together_with_is_refused_and_changes_nothing():
+    small, wide = PagedView(group_of(4), 1, 2, 3, "cpu"), PagedView(group_of(2), 2, 2, 4, "cpu")
+    for views, said in (
+        ([], "at least one"),
+        ([small, small], "stands twice"),
+        ([small, None], "not NoneType"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            PagedViews(views)  # type: ignore[list-item]
+    both = PagedViews([small, wide])
+    good = [int32(range(14)), int32([1]), int32([5]), int32([0, 1])]
+    both.refresh(*good)
+    before = [buffer.clone() for view in both.views for buffer in view.buffers]
+    for place, value, said in (
+        (0, int32(range(13)), r"13 entries: give \(num_rows \+ 1\) \* 7"),
+        (0, int32([]), "0 entries"),
+        (0, int32([list(range(7))] * 2), "dimensions"),
+        (0, good[0].long(), "int32"),
+        (1, int32([1, 1]), "max_batch = 1"),
+        (2, int32([5, 5]), "1 rows need 1 lengths"),
+        (3, None, "query_start_loc"),
+    ):
+        given_args: list[Any] = list(good)
+        given_args[place] = value
+        with pytest.raises(ArgumentError, match=said):
+            both.refresh(*given_args)
+    after = [buffer for view in both.views for buffer in view.buffers]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

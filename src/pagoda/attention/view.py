@@ -1,20 +1,19 @@
-"""The metadata of a step, for one group: from its table on a device to what back ends read."""
+"""The metadata of a step, for one group or several: from tables on a device to what back ends read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from pagoda.errors import ArgumentError, ConfigError, InvariantError
-from pagoda.kernels import views
-from pagoda.kernels.views import ViewBuffers
+from pagoda.kernels.views import ViewBuffers, Views, ViewSpec
 from pagoda.layout import PagedGroup
 from pagoda.layout.numbers import count
 from pagoda.pools.arguments import filled, require_buffer, resolve_device
 
-__all__ = ["PagedView"]
+__all__ = ["PagedView", "PagedViews"]
 
 
 class PagedView:
@@ -122,6 +121,10 @@ class PagedView:
             *(self._buffer(name, shape, given) for name, shape in zip(*shapes, strict=True))
         )
         self._at = [buffer.data_ptr() for buffer in self.buffers]
+        # Sinks are read however far the window is: such rows are listed whole. No row is longer than 2^31.
+        window = 0 if group.window is None or group.pages.sink_tokens else min(group.window, 2**31)
+        self._spec = ViewSpec(self.buffers, self.max_pages, group.page_tokens, self.page_tokens, window)
+        self._views = Views([self._spec], self.device)
 
     def _buffer(self, name: str, shape: tuple[int, ...], given: Mapping[str, torch.Tensor]) -> torch.Tensor:
         dtype = torch.int64 if name == "slot_mapping" else torch.int32
@@ -198,33 +201,12 @@ class PagedView:
         `max_tokens` have no slot. Errors: ArgumentError for shapes, dtypes, devices and batches too large.
         """
         _require(table, "table", 2, self.device)
-        _require(rows, "rows", 1, self.device)
-        _require(lengths, "lengths", 1, self.device)
-        _require(query_start_loc, "query_start_loc", 1, self.device)
-        batch = rows.shape[0]
         if table.shape[0] < 1 or table.shape[1] != self.max_pages:
             raise ArgumentError(
                 f"table has shape {tuple(table.shape)}: give [num_rows + 1, {self.max_pages}], row 0 padding"
             )
-        if batch > self.max_batch:
-            raise ArgumentError(f"rows: {batch} are more than this view's max_batch = {self.max_batch}")
-        if lengths.shape[0] != batch or query_start_loc.shape[0] != batch + 1:
-            raise ArgumentError(
-                f"{batch} rows need {batch} lengths and a query_start_loc of {batch + 1}, "
-                f"not {lengths.shape[0]} and {query_start_loc.shape[0]}"
-            )
-        # Sinks are read however far the window is: such rows are listed whole.
-        window = 0 if self.group.window is None or self.group.pages.sink_tokens else self.group.window
-        views.refresh(
-            table,
-            rows,
-            lengths,
-            query_start_loc,
-            self.buffers,
-            self.group.page_tokens,
-            self.page_tokens,
-            window,
-        )
+        _require_batch(rows, lengths, query_start_loc, self.max_batch, self.device)
+        self._views.refresh(table, table.shape[0], rows, lengths, query_start_loc)
 
     def mem_bytes(self) -> int:
         """Bytes of all buffers. O(1)."""
@@ -234,6 +216,71 @@ class PagedView:
         """Verify invariant 6. O(1). Errors: InvariantError."""
         if [buffer.data_ptr() for buffer in self.buffers] != self._at:
             raise InvariantError(6, "a buffer of the view has moved")
+
+
+class PagedViews:
+    """Views of several groups that are refreshed together, in the launches of one.
+
+    `views` are in the order of their groups' tables in a flat one, as `Pools.flat_table` has them; batches
+    are as large as the smallest takes. They stay the caller's, and each can be refreshed alone too. A
+    captured graph reads memory of this object: keep it as long as the graph.
+
+    Errors: ConfigError for no views, one that stands twice, or views of several devices.
+    """
+
+    def __init__(self, views: Sequence[PagedView]) -> None:
+        self.views = tuple(views)
+        for view in self.views:
+            if not isinstance(view, PagedView):
+                raise ConfigError(f"views: give PagedViews, not {type(view).__name__}")
+        if not self.views or len({view.device for view in self.views}) > 1:
+            raise ConfigError("views: give at least one, all of one device")
+        if len(set(map(id, self.views))) != len(self.views):
+            raise ConfigError("views: one stands twice")
+        self.device = self.views[0].device
+        self.max_batch = min(view.max_batch for view in self.views)
+        self._num_columns = sum(view.max_pages for view in self.views)
+        self._views = Views([view._spec for view in self.views], self.device)
+
+    def refresh(
+        self,
+        flat_table: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        query_start_loc: torch.Tensor,
+    ) -> None:
+        """Fill all buffers of all views for a step, as `PagedView.refresh` does one by one.
+
+        flat_table: [(num_rows + 1) * max_pages of all views] int32, the views' tables one after the other.
+        The rest is as there, but no tensor may be a buffer of a view. Cost: on CUDA two launches, for any
+        number of groups. Errors: ArgumentError.
+        """
+        _require(flat_table, "flat_table", 1, self.device)
+        num_rows, rest = divmod(flat_table.shape[0], self._num_columns)
+        if num_rows < 1 or rest:
+            raise ArgumentError(
+                f"flat_table has {flat_table.shape[0]} entries: give (num_rows + 1) * {self._num_columns}, "
+                "the tables of all views"
+            )
+        _require_batch(rows, lengths, query_start_loc, self.max_batch, self.device)
+        self._views.refresh(flat_table, num_rows, rows, lengths, query_start_loc)
+
+
+def _require_batch(
+    rows: Any, lengths: Any, query_start_loc: Any, max_batch: int, device: torch.device
+) -> None:
+    """An ArgumentError unless these describe a batch of at most so many rows on the device."""
+    _require(rows, "rows", 1, device)
+    _require(lengths, "lengths", 1, device)
+    _require(query_start_loc, "query_start_loc", 1, device)
+    batch = rows.shape[0]
+    if batch > max_batch:
+        raise ArgumentError(f"rows: {batch} are more than this view's max_batch = {max_batch}")
+    if lengths.shape[0] != batch or query_start_loc.shape[0] != batch + 1:
+        raise ArgumentError(
+            f"{batch} rows need {batch} lengths and a query_start_loc of {batch + 1}, "
+            f"not {lengths.shape[0]} and {query_start_loc.shape[0]}"
+        )
 
 
 def _require(tensor: Any, name: str, dims: int, device: torch.device) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -21,9 +22,15 @@ from pagoda.kernels.reference import FP8_DTYPES
 __all__ = ["FP8_DTYPES", "copy_pages", "on_device", "pack", "store", "unpack", "write_entries"]
 
 
+_HERE = nullcontext()
+
+
 def _for(tensor: torch.Tensor) -> ModuleType:
-    if tensor.device.type != "cuda":
-        return reference
+    return _fused() if tensor.is_cuda else reference
+
+
+@cache
+def _fused() -> ModuleType:
     try:
         from pagoda.kernels import fused
     except ModuleNotFoundError as missing:  # plain indexing would be right, at a quarter of the speed
@@ -34,7 +41,7 @@ def _for(tensor: torch.Tensor) -> ModuleType:
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes a CUDA device the current one, which is where Triton launches and streams are looked up."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
+        return _HERE
     return torch.cuda.device(device)
 
 
@@ -90,11 +97,11 @@ def copy_pages(
         _for(buffers[0]).copy_pages(source, target, buffers, addresses)
 
 
-def write_entries(index: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> None:
-    """Set entry index[i] of a flat table to values[i], in one launch.
+def write_entries(packed: torch.Tensor, num_writes: int, table: torch.Tensor) -> None:
+    """Set entry packed[i] of a flat table to packed[num_writes + i], in one launch.
 
-    index: [n] int32 or int64. values: [n] int32. table: [entries] int32, contiguous. An index outside the
-    table is not written. Of values for one entry any may win.
+    packed: [≥ 2 * num_writes] int32, aligned to nothing. table: [entries] int32, contiguous. An index outside
+    the table is not written. Of values for one entry any may win.
     """
     with on_device(table.device):
-        _for(table).write_entries(index, values, table)
+        _for(table).write_entries(packed, num_writes, table)

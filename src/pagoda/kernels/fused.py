@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagoda.kernels.launch import Launch
 from pagoda.kernels.reference import FP8_DTYPES
 
 __all__ = ["copy_pages", "pack", "store", "unpack", "write_entries"]
@@ -377,19 +378,21 @@ def copy_pages(
 
 
 @triton.jit(
-    do_not_specialize=["num_writes", "num_entries"], do_not_specialize_on_alignment=["index", "values"]
+    do_not_specialize=["num_writes", "num_entries"], do_not_specialize_on_alignment=["packed", "table"]
 )
-def _write_entries(index, values, table, num_writes, num_entries, BLOCK: tl.constexpr):
+def _write_entries(packed, table, num_writes, num_entries, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_write = at < num_writes
-    entry = tl.load(index + at, mask=is_write, other=-1).to(tl.int64)
-    value = tl.load(values + at, mask=is_write)
+    entry = tl.load(packed + at, mask=is_write, other=-1).to(tl.int64)
+    value = tl.load(packed + num_writes + at, mask=is_write)
     tl.store(table + entry, value, mask=(entry >= 0) & (entry < num_entries))
 
 
-def write_entries(index: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> None:
-    num_writes, block = index.shape[0], 256
+_launch_writes = Launch(_write_entries)
+_BLOCK_OF_WRITES = 256
+
+
+def write_entries(packed: torch.Tensor, num_writes: int, table: torch.Tensor) -> None:
     if num_writes:
-        _write_entries[(triton.cdiv(num_writes, block),)](
-            index, values, table, num_writes, table.shape[0], block, num_warps=4
-        )
+        grid = (-(-num_writes // _BLOCK_OF_WRITES), 1, 1)  # triton.cdiv takes microseconds
+        _launch_writes(grid, packed, table, num_writes, table.shape[0], constants=(_BLOCK_OF_WRITES,))

@@ -94,6 +94,7 @@ def copy_pages(
         pages[written] = pages[read]
 
 
-def write_entries(index: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> None:
+def write_entries(packed: torch.Tensor, num_writes: int, table: torch.Tensor) -> None:
+    index, values = packed[: 2 * num_writes].view(2, num_writes)
     kept = (index >= 0) & (index < table.shape[0])
     table[index[kept].long()] = values[kept]

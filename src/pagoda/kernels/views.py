@@ -1,45 +1,57 @@
-"""What back ends read, made from a table: buffers filled in place. In: tables, rows, lengths; out: views.
+"""What back ends read, made from tables: buffers filled in place. In: tables, rows, lengths; out: views.
 
-A torch reference (`views_reference`) says what is right and serves the CPU, a Triton kernel (`views_fused`)
-serves CUDA; this module picks one. Both agree bit for bit.
+A torch reference (`views_reference`) says what is right and serves the CPU, Triton kernels (`views_fused`)
+serve CUDA; this module picks one. Both agree bit for bit.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 
 from pagoda.errors import ConfigError
 from pagoda.kernels import on_device, views_reference
-from pagoda.kernels.views_reference import ViewBuffers
+from pagoda.kernels.views_reference import ViewBuffers, ViewSpec
 
-__all__ = ["ViewBuffers", "refresh"]
+__all__ = ["ViewBuffers", "ViewSpec", "Views"]
 
 
-def refresh(
-    table: torch.Tensor,  # [num_rows + 1, max_pages] int32, row 0 padding, entry 0 no page
-    rows: torch.Tensor,  # [batch] int32, 0 is padding
-    lengths: torch.Tensor,  # [batch] int32
-    query_start_loc: torch.Tensor,  # [batch + 1] int32
-    view: ViewBuffers,
-    page_tokens: int,
-    kernel_page_tokens: int,
-    window: int,
-) -> None:
-    """Fill every buffer of a view from a table, in two launches; `window` 0 is none.
+class Views:
+    """Views that are refreshed together, of tables that lie one after the other in the order of `specs`.
 
-    What the buffers then hold, and what becomes of values out of range, is said by
-    `pagoda.attention.PagedView`. Nothing is made on CUDA, and nothing outside of the table is read.
+    Cost: on CUDA one small copy, which waits. Errors: ConfigError where triton is missing.
     """
-    if table.device.type != "cuda":
-        views_reference.refresh(
-            table, rows, lengths, query_start_loc, view, page_tokens, kernel_page_tokens, window
-        )
-        return
+
+    def __init__(self, specs: Sequence[ViewSpec], device: torch.device) -> None:
+        self._kernels = _kernels_for(device)
+        self._device = device
+        with on_device(device):
+            self._prepared = self._kernels.prepare(specs, device)
+
+    def refresh(
+        self,
+        table: torch.Tensor,  # [num_rows * columns of all tables] int32, in any shape; entry 0 is no page
+        num_rows: int,  # of each table, row 0 included, which is padding
+        rows: torch.Tensor,  # [batch] int32, 0 is padding
+        lengths: torch.Tensor,  # [batch] int32
+        query_start_loc: torch.Tensor,  # [batch + 1] int32
+    ) -> None:
+        """Fill every buffer of every view, in two launches.
+
+        What the buffers then hold, and what becomes of values out of range, is said by
+        `pagoda.attention.PagedView`. Nothing is made on CUDA, and nothing outside of the tables is read.
+        """
+        with on_device(self._device):
+            self._kernels.refresh(self._prepared, table, num_rows, rows, lengths, query_start_loc)
+
+
+def _kernels_for(device: torch.device) -> ModuleType:
+    if device.type != "cuda":
+        return views_reference
     try:
         from pagoda.kernels import views_fused
     except ModuleNotFoundError as missing:
         raise ConfigError("views on CUDA need triton: pip install 'pagoda-kv[triton]'") from missing
-    with on_device(table.device):
-        views_fused.refresh(
-            table, rows, lengths, query_start_loc, view, page_tokens, kernel_page_tokens, window
-        )
+    return views_fused

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["ViewBuffers", "refresh"]
+__all__ = ["ViewBuffers", "ViewSpec", "prepare", "refresh"]
 
 
 class ViewBuffers(NamedTuple):
@@ -22,16 +23,41 @@ class ViewBuffers(NamedTuple):
     slot_mapping: torch.Tensor  # [max_tokens] int64, −1 is padding
 
 
+class ViewSpec(NamedTuple):
+    """A view of one table: [num_rows, max_pages]."""
+
+    buffers: ViewBuffers
+    max_pages: int
+    page_tokens: int
+    kernel_page_tokens: int
+    window: int  # 0 is none
+
+
+def prepare(specs: Sequence[ViewSpec], device: torch.device) -> Sequence[ViewSpec]:
+    return specs
+
+
 def refresh(
+    specs: Sequence[ViewSpec],
+    table: torch.Tensor,
+    num_rows: int,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    query_start_loc: torch.Tensor,
+) -> None:
+    parts = table.view(-1).split([num_rows * spec.max_pages for spec in specs])
+    for spec, part in zip(specs, parts, strict=True):
+        _refresh(spec, part.view(num_rows, spec.max_pages), rows, lengths, query_start_loc)
+
+
+def _refresh(
+    spec: ViewSpec,
     table: torch.Tensor,
     rows: torch.Tensor,
     lengths: torch.Tensor,
     query_start_loc: torch.Tensor,
-    view: ViewBuffers,
-    page_tokens: int,
-    kernel_page_tokens: int,
-    window: int,
 ) -> None:
+    view, _, page_tokens, kernel_page_tokens, window = spec
     num_rows, max_pages = table.shape
     batch, (max_batch, width) = rows.shape[0], view.block_table.shape
     starts = torch.cat([query_start_loc, query_start_loc[-1:].expand(max_batch - batch)])

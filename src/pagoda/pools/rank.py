@@ -9,33 +9,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pagoda import kernels
-from pagoda.errors import ArgumentError, ConfigError, InvariantError, OutOfRangeError
+from pagoda._native import DeltaReader
+from pagoda.errors import ArgumentError, ConfigError, InvariantError
 from pagoda.layout import Layout, PagedGroup
 from pagoda.layout.numbers import count
 from pagoda.manager import Delta
-from pagoda.pools.arguments import filled, refuse_capture, require_range, resolve_device
+from pagoda.pools.arguments import filled, refuse_capture, resolve_device
 from pagoda.pools.kv import TokenPool
-from pagoda.pools.staging import Staging, staging_of
+from pagoda.pools.staging import Inbox, Staging, current_stream, staging_of
 
 __all__ = ["Pools"]
-
-Int32 = npt.NDArray[np.int32]
-
-
-class _Copies(NamedTuple):
-    """Page copies of one group: n sources from `begin` on behind the head of a delta, then n targets."""
-
-    pool: TokenPool
-    begin: int
-    n: int
-    is_disjoint: bool
 
 
 class Pools:
@@ -97,17 +86,17 @@ class Pools:
                 name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)
             }
         self._at = self._addresses()
+        self._in_order = tuple(self.pools.values())
+        self._inbox = Inbox(self._staging)
+        self._reader = DeltaReader(
+            [
+                (name, columns, pool.num_pages)
+                for name, (_, columns), pool in zip(names, shapes, self._in_order, strict=True)
+            ],
+            self.num_rows,
+        )
         self._step = 0
         self._lock = threading.RLock()
-        # Where intervals of the flat table begin (row 0, rows 1 and up, of group after group), and the
-        # largest id that may be written into each; -1 where nothing may: before, in row 0, behind.
-        begins, limits, at = [], [-1], 0
-        for size, (_, columns), pool in zip(sizes, shapes, self.pools.values(), strict=True):
-            begins += [at, at + columns]
-            limits += [-1, pool.num_pages]
-            at += size
-        self._begins = np.array([*begins, at], dtype=np.int32)
-        self._limits = np.array([*limits, -1], dtype=np.int64)
 
     def __getitem__(self, name: str) -> TokenPool:
         if name not in self.pools:
@@ -137,25 +126,25 @@ class Pools:
 
         Cost: on CUDA one asynchronous copy of the delta's bytes, a launch for all table writes, and one for
         each group with page copies (two, and room for them, where a page is source and target); nothing for
-        an empty delta. No synchronisation. Errors: ArgumentError for a delta out of order, of other groups,
-        with a target that stands twice, or for a stream of another device; OutOfRangeError for a place or
-        page that is not there; CaptureError.
+        an empty delta. Nothing else is made on the device once a delta as large has come on the stream. No
+        synchronisation. Errors: ArgumentError for a delta out of order, of other groups, with a target that
+        stands twice, or for a stream of another device; OutOfRangeError for a place or page that is not
+        there; CaptureError.
         """
         if not isinstance(delta, Delta):
             raise ArgumentError(f"delta: give what Manager.take_delta gave, not {type(delta).__name__}")
         with self._lock, self._on(stream):
-            body, num_writes, num_copies = self._read(delta)
-            self._check_writes(body[:num_writes], body[num_writes : 2 * num_writes])
-            copies = self._check_copies(body, 2 * num_writes, num_copies)
+            packed = np.ascontiguousarray(delta.packed, dtype=np.int32)
+            num_writes, copies = self._reader.read(packed, delta.num_groups, self._step + 1)
             refuse_capture(self.device, "apply")
+            body = packed[3 + len(self.pools) :]
             if body.size:
-                (sent,) = self._staging.send(body)
-                for pool, begin, n, is_disjoint in copies:
+                sent = self._inbox.receive(body)
+                for group, begin, n, is_disjoint in copies:
                     sources, targets = sent[begin : begin + n], sent[begin + n : begin + 2 * n]
-                    pool.copy_pages(sources, targets, is_disjoint=is_disjoint)
+                    self._in_order[group].copy_pages(sources, targets, is_disjoint=is_disjoint)
                 if num_writes:
-                    index, page_ids = sent[:num_writes], sent[num_writes : 2 * num_writes]
-                    kernels.write_entries(index, page_ids, self.flat_table)
+                    kernels.write_entries(sent, num_writes, self.flat_table)
             self._step += 1
 
     def reset(self) -> None:
@@ -182,7 +171,7 @@ class Pools:
         return [self.flat_table.data_ptr(), *(table.data_ptr() for table in self.tables.values())]
 
     def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """Makes a stream of this device the current one, and the device."""
+        """Makes a stream of this device the current one, and the device, where they are not."""
         if stream is None:
             return kernels.on_device(self.device)
         if not isinstance(stream, torch.cuda.Stream) or stream.device != self.device:
@@ -191,69 +180,9 @@ class Pools:
                 f"a torch.cuda.Stream of {self.device}" if self.device.type == "cuda" else "None on a CPU"
             )
             raise ArgumentError(f"stream: give {wanted}, not {found}")
+        if stream.cuda_stream == current_stream(self.device.index):
+            return kernels.on_device(self.device)
         return torch.cuda.stream(stream)
-
-    def _read(self, delta: Delta) -> tuple[Int32, int, list[int]]:
-        """What stands behind the head of the next delta, how many writes, and copies of each group."""
-        num_groups = len(self.pools)
-        if delta.num_groups != num_groups:
-            raise ArgumentError(
-                f"delta: it is of {delta.num_groups} groups, and these pools have {num_groups}: "
-                f"{', '.join(self.pools)}"
-            )
-        packed, head = np.ascontiguousarray(delta.packed), 3 + num_groups
-        low, high, *sizes = packed[:head].tolist()
-        step = low | high << 31
-        if step != self._step + 1:
-            raise ArgumentError(
-                f"delta: it is of step {step}, and the next one is of step {self._step + 1}: "
-                "apply every delta once, in the order of take_delta"
-            )
-        if min(sizes) < 0 or head + 2 * sum(sizes) != packed.size:  # changed since it was made
-            raise ArgumentError(f"delta: {packed.size} entries are no delta of {num_groups} groups")
-        return packed[head:], sizes[0], sizes[1:]
-
-    def _check_writes(self, index: Int32, page_ids: Int32) -> None:
-        """An OutOfRangeError for the first place or page that is not there."""
-        limits = self._limits[self._begins.searchsorted(index, side="right")]
-        is_bad = page_ids.view(np.uint32) > limits  # a negative id is above every limit then
-        if is_bad.any():
-            self._refuse_write(index, page_ids, int(is_bad.argmax()))
-
-    def _check_copies(self, body: Int32, begin: int, num_copies: list[int]) -> list[_Copies]:
-        """The copies of groups that have some, or an error for the first page that cannot be copied."""
-        copies = []
-        for n, (name, pool) in zip(num_copies, self.pools.items(), strict=True):
-            if n == 0:
-                continue
-            sources, targets = (body[at : at + n].astype(np.int64) for at in (begin, begin + n))
-            for ids, what in ((sources, "sources"), (targets, "targets")):
-                require_range(ids, 1, pool.num_pages, f"{what} of group {name}", "its pages")
-            if np.unique(targets).size != n:
-                raise ArgumentError(f"delta: a target of group {name} stands twice")
-            copies.append(_Copies(pool, begin, n, not np.isin(sources, targets).any()))
-            begin += 2 * n
-        return copies
-
-    def _refuse_write(self, index: Int32, page_ids: Int32, position: int) -> NoReturn:
-        place, page = int(index[position]), int(page_ids[position])
-        interval = int(self._begins.searchsorted(place, side="right"))
-        largest = int(self._limits[interval])
-        if largest < 0:
-            raise OutOfRangeError(
-                f"index[{position}] = {place} is out of range: tables of {self.num_rows} rows have "
-                f"{self.flat_table.numel()} places, those of row 0 are padding: "
-                "give the pools the rows, tokens and groups of the manager",
-                place,
-                position,
-            )
-        name = list(self.pools)[interval // 2 - 1]
-        raise OutOfRangeError(
-            f"page_ids[{position}] = {page} is out of range: pages of group {name} are 1 to {largest}: "
-            "give the pools the capacity of the manager",
-            page,
-            position,
-        )
 
 
 def _groups_of(layout: Any) -> tuple[PagedGroup, ...]:

@@ -4,13 +4,14 @@ A copy to a GPU is asynchronous only from pinned memory, and reads that memory l
 that asked for it. A `Ring` hands out places in one pinned buffer and comes back to a place only when
 the event behind its copies has come (invariant 7); `Staging` has a ring a stream and makes the
 copies. When copies in flight fill a ring, a larger one takes over: the host does not wait for them,
-only for the system to pin the memory.
+only for the system to pin the memory. An `Inbox` is where one array at a time arrives on a device, for
+kernels that are asked for at once.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -31,7 +32,7 @@ from pagoda.pools.arguments import (
     unread_ids,
 )
 
-__all__ = ["Ring", "Staging", "staging_of"]
+__all__ = ["Inbox", "Ring", "Staging", "current_stream", "staging_of"]
 
 _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64, np.dtype(np.uint8): torch.uint8}
 ALIGN = 16  # bytes; every array can be viewed as its dtype
@@ -39,7 +40,7 @@ ALIGN = 16  # bytes; every array can be viewed as its dtype
 
 # The handle of a device's current stream. torch.cuda.current_stream costs 7 µs of host time, the call
 # under it, which Triton and torch's own compiler use, 0.1 µs.
-_current_stream: Callable[[int], int] = getattr(
+current_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
 
@@ -133,6 +134,7 @@ class _Pinned:
     def __init__(self, num_bytes: int, stream: torch.cuda.Stream) -> None:
         self.num_bytes = num_bytes
         self.tensor = _pinned_bytes(num_bytes)
+        self.array: npt.NDArray[np.uint8] = self.tensor.numpy()  # the same memory
         self.ring = Ring(num_bytes, lambda: _StreamEvent(stream))
 
 
@@ -168,7 +170,9 @@ class Staging:
         begins = [0, *accumulate(aligned(array.nbytes) for array in arrays)]
         total = begins.pop()
         with on_device(self.device):
-            received = self._copy(arrays, begins, total)
+            received = torch.empty(total, dtype=torch.uint8, device=self.device)
+            if total:
+                self.fill(received, arrays, begins)
         return [
             received[begin : begin + array.nbytes].view(_DTYPES[array.dtype])
             for begin, array in zip(begins, arrays, strict=True)
@@ -187,36 +191,45 @@ class Staging:
         require_range(host, low, high, name, name)
         return self.send(host)[0]
 
-    def _copy(self, arrays: tuple[npt.NDArray[Any], ...], begins: list[int], total: int) -> torch.Tensor:
-        """One copy of all arrays, on the current device and stream."""
-        received = torch.empty(total, dtype=torch.uint8, device=self.device)
-        if total == 0:
-            return received
+    def fill(
+        self, received: torch.Tensor, arrays: Sequence[npt.NDArray[Any]], begins: Sequence[int] = (0,)
+    ) -> None:
+        """Copy arrays to where they begin in the caller's bytes, in one copy.
+
+        received: [n] uint8 on the device, n > 0, of which the arrays fill all but gaps. The device is
+        current, its stream is not captured, and the arrays are as `send` wants them: nothing is looked at.
+        Cost: as `send`.
+        """
+        total = received.shape[0]
         with self._lock:
             if self._is_sending:
                 # A finalizer or signal handler in the middle of another send of this thread: what
                 # that one reserved is not behind an event yet, so the ring is left alone.
-                self._fill(received, _pinned_bytes(total), arrays, begins)
-                return received
+                place = _pinned_bytes(total)
+                self._copy(received, place, place.numpy(), arrays, begins)
+                return
             self._is_sending = True
             try:
                 pinned, at = self._reserve(total)
-                self._fill(received, pinned.tensor[at : at + total], arrays, begins)
+                end = at + total
+                self._copy(received, pinned.tensor[at:end], pinned.array[at:end], arrays, begins)
             finally:
                 self._is_sending = False
-        return received
 
     @staticmethod
-    def _fill(
-        received: torch.Tensor, place: torch.Tensor, arrays: tuple[npt.NDArray[Any], ...], begins: list[int]
+    def _copy(
+        received: torch.Tensor,
+        place: torch.Tensor,
+        room: npt.NDArray[np.uint8],
+        arrays: Sequence[npt.NDArray[Any]],
+        begins: Sequence[int],
     ) -> None:
-        room: npt.NDArray[np.uint8] = place.numpy()
         for begin, array in zip(begins, arrays, strict=True):
             room[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
         received.copy_(place, non_blocking=True)
 
     def _reserve(self, total: int) -> tuple[_Pinned, int]:
-        stream = _current_stream(self.device.index)
+        stream = current_stream(self.device.index)
         pinned = self._pinned.get(stream)
         at = None if pinned is None else pinned.ring.reserve(total)
         if pinned is None or at is None:
@@ -234,6 +247,37 @@ class Staging:
         with self._lock:
             for pinned in self._pinned.values():
                 pinned.ring.check()
+
+
+class Inbox:
+    """One array at a time on a device, in memory that is made once a stream and grows.
+
+    Nothing is made for an array once one as large has come. Not for several threads at once.
+    """
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._rooms: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by stream: as bytes, as int32
+
+    def receive(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
+        """A tensor on the device that begins with this array, which is not empty: [≥ n] int32.
+
+        It is there for what the current stream runs next, up to the next call. The array may be changed at
+        once. The device is current, and its stream is not captured. Cost: as `Staging.send`.
+        """
+        device = self._staging.device
+        if device.type == "cpu":
+            return torch.from_numpy(array.flatten())
+        stream = current_stream(device.index)
+        room = self._rooms.get(stream)
+        if room is None or room[0].shape[0] < array.nbytes:
+            # The stream may still read the old one: torch gives its memory out again in the stream's order.
+            with torch.inference_mode(False):
+                num_bytes = max(4096, aligned(2 * array.nbytes))
+                raw = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+                room = self._rooms[stream] = raw, raw.view(torch.int32)
+        self._staging.fill(room[0][: array.nbytes], (array,))
+        return room[1]
 
 
 def staging_of(device: torch.device, given: Staging | None) -> Staging:
