@@ -235,6 +235,7 @@ class ManagerCore:
         namespace: bytes | str = b"",
         extra_keys: Sequence[ExtraKey] = (),
         reserve: int | None = None,
+        cached: bool = True,
     ) -> bool: ...
     def admit(
         self,
@@ -243,6 +244,7 @@ class ManagerCore:
         namespace: bytes | str = b"",
         extra_keys: Sequence[ExtraKey] = (),
         reserve: int | None = None,
+        cached: bool = True,
     ) -> Admitted: ...
     def hit(
         self, tokens: IdsLike, *, namespace: bytes | str = b"", extra_keys: Sequence[ExtraKey] = ()
