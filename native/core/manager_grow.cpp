@@ -91,18 +91,23 @@ void Manager::commit(Ids rows, Ids tokens, const Counts& counts) {
   if (tokens.size > 0) require_tokens(tokens);
   const int32_t* next = tokens.data;
   clear_given_up();
-  for (int64_t i = 0; i < rows.size; ++i) {
-    Row& row = this->row(rows[i]);
-    const int64_t n = counts[i], waiting = row.committed - row.stored, all = waiting + n;
-    if (!request(rows[i]).prompt.empty()) compare_prompt(rows[i], next, n);
-    row.committed += static_cast<int32_t>(n);
-    if (row.is_stored && all < math_.size()) {
-      std::copy_n(next, n, tail(rows[i]) + waiting);
-    } else if (all >= math_.size()) {
-      if (row.is_stored) store_all(rows[i], next, waiting, n);
-      if (has_windows_) give_up(rows[i]);
+  try {
+    for (int64_t i = 0; i < rows.size; ++i) {
+      Row& row = this->row(rows[i]);
+      const int64_t n = counts[i], waiting = row.committed - row.stored, all = waiting + n;
+      if (!request(rows[i]).prompt.empty()) compare_prompt(rows[i], next, n);
+      if (row.is_stored && all < math_.size()) {
+        std::copy_n(next, n, tail(rows[i]) + waiting);
+      } else if (row.is_stored) {
+        store_all(rows[i], next, waiting, n);
+      }
+      row.committed += static_cast<int32_t>(n);
+      if (has_windows_ && all >= math_.size()) give_up(rows[i]);
+      next += n;
     }
-    next += n;
+  } catch (...) {  // no memory for this row: those before are done
+    free_given_up();
+    throw;
   }
   if (has_windows_) free_given_up();
 }
@@ -175,17 +180,24 @@ void Manager::give_up(int64_t number) {
     if (!group.has_window()) continue;
     int32_t& from = first(number, g);
     const int64_t live = std::min<int64_t>(live_from(group, row(number).committed), end(number, g));
+    if (live <= from) continue;
     const int32_t* entries = group.entries(number);
     uint8_t* own = group.owned(number);
+    // Memory is asked for: what follows, and freeing them, does not fail.
+    auto& given_up = group.given_up[is_touched];
+    const size_t num_own = given_up.size() + static_cast<size_t>(std::count(own + from, own + live, 1));
+    grow(given_up, num_own);
+    group.pages.expect(static_cast<int64_t>(num_own), fence(is_touched));
+    if (fence(is_touched) > passed_) group.readers.leaving.reserve(live - from);
     for (int64_t p = from; p < live; ++p) {
       if (own[p] != 0) {
         own[p] = 0;
-        group.given_up[is_touched].push_back(entries[p]);
+        given_up.push_back(entries[p]);
       } else {
         leave(group, entries[p], is_touched);
       }
     }
-    from = static_cast<int32_t>(std::max<int64_t>(from, live));
+    from = static_cast<int32_t>(live);
   }
 }
 

@@ -25,8 +25,8 @@ class Manager(ManagerCore):
     call.
 
     Memory: 5 bytes for each page that a row uses, 4 for each token of a prompt until it is computed, 13 for
-    each page of a window, 4 for each that a fork copied to, and the tree's. Errors: ConfigError, also for layouts with states or sinks, which are not planned
-    yet."""
+    each page of a window, 4 for each that a fork copied to, and the tree's. Errors: ConfigError, also for
+    layouts with states or sinks, which are not planned yet."""
 
     layout: Layout
     num_groups: int
