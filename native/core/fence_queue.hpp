@@ -13,28 +13,23 @@ namespace pagoda {
 template <typename T>
 class FenceQueue {
  public:
-  // Room for n more of either kind: pushing them does not fail.
-  void reserve(int64_t n) {
-    early_.reserve(static_cast<size_t>(n));
-    late_.reserve(static_cast<size_t>(n));
-  }
+  // Room for n more of a kind. is_late: they wait for the fence of the step being planned.
+  void reserve(int64_t n, bool is_late) { (is_late ? late_ : early_).reserve(static_cast<size_t>(n)); }
 
-  // is_late: the fence is that of the step being planned.
-  void push(int64_t fence, bool is_late, const T& it) {
-    Queue& queue = is_late ? late_ : early_;
-    queue.reserve(1);
-    queue.items.emplace_back(fence, it);
-  }
+  // There is room.
+  void push(int64_t fence, bool is_late, const T& it) { (is_late ? late_ : early_).items.emplace_back(fence, it); }
 
-  // Takes out what waits for this fence or an earlier one: by fence, of one fence what was pushed first.
+  // Takes out what waits for this fence or an earlier one: by fence, of one fence what was pushed first. `each` pushes
+  // nothing.
   template <typename Each>
   void pass(int64_t fence, Each each) {
-    for (;;) {
-      // Of one fence, what is late was pushed a step before the other.
-      Queue& next = late_.is_due(early_.next()) ? late_ : early_;
-      if (!next.is_due(fence)) return;
-      each(next.items[next.head++].second);
-      if (next.head == next.items.size()) next.clear();
+    // Of one fence, what is late was pushed a step before the other.
+    while (std::min(early_.next(), late_.next()) <= fence) {
+      if (late_.next() <= early_.next()) {
+        late_.pass(std::min(fence, early_.next()), each);
+      } else {
+        early_.pass(std::min(fence, late_.next() - 1), each);
+      }
     }
   }
 
@@ -69,7 +64,13 @@ class FenceQueue {
     }
     // The fence that passes next.
     int64_t next() const { return head < items.size() ? items[head].first : std::numeric_limits<int64_t>::max(); }
-    bool is_due(int64_t fence) const { return next() <= fence; }
+    template <typename Each>
+    void pass(int64_t fence, Each each) {
+      const std::pair<int64_t, T>*it = items.data() + head, *end = items.data() + items.size();
+      for (; it != end && it->first <= fence; ++it) each(it->second);
+      head = static_cast<size_t>(it - items.data());
+      if (it == end) clear();
+    }
     int64_t size() const { return static_cast<int64_t>(items.size() - head); }
     void clear() {
       items.clear();

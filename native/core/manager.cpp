@@ -551,15 +551,6 @@ void Manager::take_hit(Group& group, size_t g, int64_t number) {
   end(number, g) = static_cast<int32_t>(n);
 }
 
-// The first page of a group that is read once `committed` tokens are there: by their last whole page in the tree, whose
-// window has to stay whole for whoever resumes there, and so by every later query. Whole pages of the tree, so that
-// its columns stay alike.
-int64_t Manager::live_from(const Group& group, int64_t committed) const {
-  if (!group.has_window()) return 0;
-  const int64_t whole = math_.first_slot(math_.page(committed));
-  return math_.page(std::max<int64_t>(0, whole - group.spec.window + 1)) * group.num_columns;
-}
-
 int64_t Manager::hit(const Sequence& sequence) const {
   require_tokens(sequence.tokens);
   return tree_.match_length({sequence.space, {sequence.tokens.data, sequence.tokens.size - 1}, sequence.ranges});
@@ -603,16 +594,17 @@ void Manager::release(Ids rows) {
     }
   }
   // Memory is asked for: what follows does not fail.
-  waiting_.reserve(rows.size);
   for (const bool is_touched : {false, true}) {
-    row_ids_.expect(static_cast<int64_t>(ended_[is_touched].size()), fence(is_touched));
+    const int64_t num_rows = static_cast<int64_t>(ended_[is_touched].size());
+    waiting_.reserve(num_rows, is_touched);
+    row_ids_.expect(num_rows, fence(is_touched));
     for (size_t g = 0; g < groups_.size(); ++g) {
       Group& group = groups_[g];
       group.pages.expect(static_cast<int64_t>(group.given_up[is_touched].size()), fence(is_touched));
       if (!group.has_window() || fence(is_touched) <= passed_) continue;
       int64_t leaving = 0;
       for (const int32_t number : ended_[is_touched]) leaving += end(number, g) - first(number, g);
-      group.readers.leaving.reserve(leaving);
+      group.readers.leaving.reserve(leaving, is_touched);
     }
   }
   for (int64_t i = 0; i < rows.size; ++i) {
@@ -639,16 +631,6 @@ void Manager::release(Ids rows) {
     row_ids_.free({ended.data(), static_cast<int64_t>(ended.size())}, fence(is_touched));
   }
 }
-
-void Manager::leave(Group& group, int32_t page, bool is_touched) {
-  if (fence(is_touched) <= passed_) {
-    let_go(group, page);
-  } else {
-    group.readers.leaving.push(fence(is_touched), is_touched, page);
-  }
-}
-
-void Manager::let_go(Group& group, int32_t page) { group.readers.leave(page, tree_.is_lost(group.number, page)); }
 
 // Makes a row one that does not run. Entries before its first live one are never looked at.
 void Manager::clear(int64_t number) {
@@ -688,7 +670,7 @@ void Manager::pass_fence(int64_t fence) {
   waiting_.pass(fence, [&](const LeaseId& lease) { tree_.release(lease); });
   for (Group& group : groups_) {
     group.pages.pass_fence(fence);
-    group.readers.leaving.pass(fence, [&](int32_t page) { let_go(group, page); });
+    if (group.has_window()) group.readers.leaving.pass(fence, [&](int32_t page) { let_go(group, page); });
   }
   row_ids_.pass_fence(fence);
 }

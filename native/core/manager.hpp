@@ -215,7 +215,14 @@ class Manager {
   void inherit(Group& group, size_t g, int64_t parent, int64_t child);
   // Forgets a prompt that went another way, or of which no more is to come.
   void compare_prompt(int64_t number, const int32_t* tokens, int64_t n);
-  int64_t live_from(const Group& group, int64_t committed) const;
+  // The first page of a group that is read once `committed` tokens are there: by their last whole page in the tree,
+  // whose window has to stay whole for whoever resumes there, and so by every later query. Whole pages of the tree, so
+  // that its columns stay alike.
+  int64_t live_from(const Group& group, int64_t committed) const {
+    if (!group.has_window()) return 0;
+    const int64_t whole = math_.first_slot(math_.page(committed));
+    return math_.page(std::max<int64_t>(0, whole - group.spec.window + 1)) * group.num_columns;
+  }
   void start(int64_t number, LeaseId lease, int64_t length, int64_t reserved);
   void clear(int64_t number);
   // Undoes an admission that has its hit and no pages of its own.
@@ -223,8 +230,17 @@ class Manager {
   bool is_touched(int64_t number) const { return touched_[static_cast<size_t>(number)] == step_; }
   // What a row that was touched in this step leaves waits for its fence, else for that of the step before.
   int64_t fence(bool is_touched) const { return is_touched ? step_ : step_ - 1; }
-  void leave(Group& group, int32_t page, bool is_touched);
-  void let_go(Group& group, int32_t page);
+  // A reader goes, now or with its fence. There is room among those that wait.
+  void leave(Group& group, int32_t page, bool is_touched) {
+    if (fence(is_touched) <= passed_) {
+      let_go(group, page);
+    } else {
+      group.readers.leaving.push(fence(is_touched), is_touched, page);
+    }
+  }
+  void let_go(Group& group, int32_t page) {
+    group.readers.leave(page, tree_.has_lost() && tree_.is_lost(group.number, page));
+  }
   // Pages of windows that nobody reads or finds go before those that can be found.
   void put_lost_first();
   void store_all(int64_t number, const int32_t* tokens, int64_t waiting, int64_t n);

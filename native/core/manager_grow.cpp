@@ -175,20 +175,25 @@ void Manager::store(int64_t number, const int32_t* tokens, int64_t n) {
 // keeps its own until there is no room.
 void Manager::give_up(int64_t number) {
   const bool is_touched = this->is_touched(number);
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    Group& group = groups_[g];
-    if (!group.has_window()) continue;
-    int32_t& from = first(number, g);
-    const int64_t live = std::min<int64_t>(live_from(group, row(number).committed), end(number, g));
+  const int64_t fence = this->fence(is_touched), committed = row(number).committed;
+  int32_t* firsts = &first(number, 0);
+  const int32_t* ends = &end(number, 0);
+  for (Group& group : groups_) {
+    int32_t& first = *firsts++;
+    const int64_t from = first, live = std::min<int64_t>(live_from(group, committed), *ends++);
     if (live <= from) continue;
     const int32_t* entries = group.entries(number);
     uint8_t* own = group.owned(number);
     // Memory is asked for: what follows, and freeing them, does not fail.
     auto& given_up = group.given_up[is_touched];
-    const size_t num_own = given_up.size() + static_cast<size_t>(std::count(own + from, own + live, 1));
-    grow(given_up, num_own);
-    group.pages.expect(static_cast<int64_t>(num_own), fence(is_touched));
-    if (fence(is_touched) > passed_) group.readers.leaving.reserve(live - from);
+    int64_t num_own = 0;
+    for (int64_t p = from; p < live; ++p) num_own += own[p];
+    if (num_own > 0) {
+      num_own += static_cast<int64_t>(given_up.size());
+      grow(given_up, static_cast<size_t>(num_own));
+      group.pages.expect(num_own, fence);
+    }
+    if (fence > passed_) group.readers.leaving.reserve(live - from, is_touched);
     for (int64_t p = from; p < live; ++p) {
       if (own[p] != 0) {
         own[p] = 0;
@@ -197,7 +202,7 @@ void Manager::give_up(int64_t number) {
         leave(group, entries[p], is_touched);
       }
     }
-    from = static_cast<int32_t>(live);
+    first = static_cast<int32_t>(live);
   }
 }
 

@@ -237,7 +237,7 @@ bool PrefixTree::is_below_lost(int32_t node) const {
 bool PrefixTree::is_lost(LeaseId lease) const { return is_lost(require(lease).node); }
 
 bool PrefixTree::is_lost(int set, int32_t id) const {
-  return has_lost() && is_lost(owners_[runs_.chunk_of(places_[static_cast<size_t>(set)][id] & 0xFFFFFFFF)]);
+  return is_lost(owners_[runs_.chunk_of(places_[static_cast<size_t>(set)][id] & 0xFFFFFFFF)]);
 }
 
 void PrefixTree::touch(int32_t node) {
