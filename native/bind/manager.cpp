@@ -106,6 +106,11 @@ class CountsArgument {
 
 int64_t to_reserve(nb::handle reserve) { return reserve.is_none() ? -1 : to_int(reserve, "reserve", 0, kMaxId); }
 
+bool to_cached(nb::handle cached) {
+  if (!PyBool_Check(cached.ptr())) throw BadArgument("cached: give True or False");
+  return cached.is(nb::handle(Py_True));
+}
+
 int64_t to_group(const Managed& self, nb::handle name) {
   const std::string wanted = to_text(name, "group");
   std::string names;
@@ -118,10 +123,12 @@ int64_t to_group(const Managed& self, nb::handle name) {
 
 // ── requests ────────────────────────────────────────────────────────────────────────────────────────
 
-bool can_admit(Managed& self, nb::handle tokens, nb::handle space, nb::handle extra_keys, nb::handle reserve) {
+bool can_admit(Managed& self, nb::handle tokens, nb::handle space, nb::handle extra_keys, nb::handle reserve,
+               nb::handle cached) {
   SequenceArgument argument(tokens, space, extra_keys);
   const int64_t n = to_reserve(reserve);
-  return self.core.can_admit(argument.borrow(), n);
+  const bool is_cached = to_cached(cached);
+  return self.core.can_admit(argument.borrow(), n, is_cached);
 }
 
 int64_t hit(const Managed& self, nb::handle tokens, nb::handle space, nb::handle extra_keys) {
@@ -129,11 +136,13 @@ int64_t hit(const Managed& self, nb::handle tokens, nb::handle space, nb::handle
   return self.core.hit(argument.borrow());
 }
 
-nb::object admit(Managed& self, nb::handle tokens, nb::handle space, nb::handle extra_keys, nb::handle reserve) {
+nb::object admit(Managed& self, nb::handle tokens, nb::handle space, nb::handle extra_keys, nb::handle reserve,
+                 nb::handle cached) {
   SequenceArgument argument(tokens, space, extra_keys);
   const int64_t n = to_reserve(reserve);
+  const bool is_cached = to_cached(cached);
   auto cuts = new_int32(0);
-  const Manager::Admitted done = self.core.admit(argument.borrow(), n);
+  const Manager::Admitted done = self.core.admit(argument.borrow(), n, is_cached);
   nb::object result = make_tuple(admitted_type, {nb::int_(done.row), nb::int_(done.hit), nb::int_(done.reserved),
                                                  nb::int_(done.lease), std::move(cuts.array)});
   deliver(self.core.tree(), self);
@@ -253,9 +262,9 @@ nb::object counts(const Managed& self) {
   nb::list groups;
   for (int64_t g = 0; g < core.num_groups(); ++g) {
     const Manager::Group& group = core.group(g);
-    const int64_t cached = group.cached(core.tree()), evictable = group.evictable(core.tree());
-    groups.append(nb::make_tuple(group.spec.name, group.spec.num_pages, group.pages.num_free(), evictable,
-                                 cached - evictable, group.num_own, group.pages.num_quarantined()));
+    const Manager::Pages pages = core.pages(group);
+    groups.append(nb::make_tuple(group.spec.name, group.spec.num_pages, pages.free, pages.evictable, pages.leased,
+                                 pages.running, pages.waiting));
   }
   return nb::make_tuple(groups, stats.rows, stats.waiting_rows, core.num_rows(), stats.admitted, stats.tokens,
                         stats.hits, stats.evicted, core.tree().tokens().total);
@@ -292,16 +301,16 @@ void bind_manager(nb::module_& m) {
           "resume_step", [](const Managed& self) { return self.core.resume_step(); },
           "Hits are multiples of this many tokens. O(1).")
       .def("can_admit", &can_admit, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
-           nb::arg("extra_keys").none() = none, nb::arg("reserve").none() = nb::none(),
+           nb::arg("extra_keys").none() = none, nb::arg("reserve").none() = nb::none(), nb::arg("cached").none() = true,
            R"(Whether `admit` with these arguments would do it now.
 
 It counts the pages that its own hit would lock. Cost: a match. Errors: as `admit`, but for room.)")
       .def("admit", &admit, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
-           nb::arg("extra_keys").none() = none, nb::arg("reserve").none() = nb::none(),
+           nb::arg("extra_keys").none() = none, nb::arg("reserve").none() = nb::none(), nb::arg("cached").none() = true,
            R"(Takes a request in: a row, the longest prefix that is already computed, places for the rest.
 
-At least one token is left to compute. `reserve` is how many tokens behind the hit get places, all if left out. The
-row is the caller's until `release`. Cost: a match, and the pages. Errors: CapacityError when rows or pages of a group
+At least one token is left to compute. `reserve` is how many tokens behind the hit get places, all if left out. With
+`cached` False it hits nothing, and nothing that it commits is cached. The row is the caller's until `release`. Cost: a match, and the pages. Errors: CapacityError when rows or pages of a group
 run out; ArgumentError; OutOfRangeError for a token.)")
       .def("hit", &hit, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
            nb::arg("extra_keys").none() = none,
@@ -335,8 +344,9 @@ The pages stay the row's, for what it reserves next. Cost O(rows). Errors: Argum
       .def("release", &release, nb::arg("rows").none(),
            R"(Ends rows: finished, cancelled or preempted. What is committed stays in the tree while there is room.
 
-Row, lease and own pages are free again when the fence of the current step has passed. Cost O(pages). Errors: as
-`reserve` for rows.)")
+It is no part of the step being planned. Row, lease and own pages are free when the step before has passed its fence, at
+once if it has; of a row that was admitted, forked or given pages in this step, when this step has. Cost O(pages).
+Errors: as `reserve` for rows.)")
       .def("fork", &fork, nb::arg("row").none(), nb::arg("n").none() = 1,
            R"(Makes n continuations of a row's committed tokens: [n] int32, the new rows, the caller's.
 

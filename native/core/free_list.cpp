@@ -127,11 +127,19 @@ void FreeList::unput(int64_t i, bool at_once) {
   }
 }
 
+void FreeList::expect(int64_t n, int64_t fence) {
+  if (n == 0 || fence <= passed_) return;
+  if (!fence_of_) fence_of_ = LazyArray<int64_t>(num_ids_);
+  auto& queue = waiting_[fence];
+  const size_t all = queue.size() + static_cast<size_t>(n);
+  if (all > queue.capacity()) queue.reserve(std::max(all, 2 * queue.capacity()));
+}
+
 void FreeList::settle(const int32_t* ids, int64_t n, Fence fence, bool at_once) {
   if (at_once) {
     num_free_ += n;
   } else if (n > 0) {
-    if (!fence_of_) fence_of_ = LazyArray<int64_t>(num_ids_);
+    expect(n, *fence);
     auto& queue = waiting_[*fence];
     queue.insert(queue.end(), ids, ids + n);
     for (int64_t k = 0; k < n; ++k) fence_of_[ids[k] - first_id_] = *fence;

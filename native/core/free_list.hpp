@@ -57,6 +57,9 @@ class FreeList {
   // Gives ids back, at once or when `fence` passes. An id that is not held, or stands twice, throws.
   void free(Ids ids, Fence fence);
 
+  // Room for n ids that will wait for this fence: freeing them does not fail.
+  void expect(int64_t n, int64_t fence);
+
   // Gives back the pages that slots lie in. A page named again, in this call or before under the
   // same fence, counts once.
   void free_slots(Ids slots, const PageMath& pages, Fence fence);

@@ -75,6 +75,7 @@ Manager::Group::Group(GroupSpec given, int which, int64_t num_rows, int64_t max_
       num_columns(static_cast<int>(step / spec.page_tokens)),
       table((num_rows + 1) * max_pages),
       own((num_rows + 1) * max_pages),
+      source_of(spec.num_pages + 1),
       readers(spec.window > 0 ? spec.num_pages : 0) {}
 
 int64_t Manager::Group::cached(const PrefixTree& tree) const {
@@ -86,11 +87,11 @@ int64_t Manager::Group::evictable(const PrefixTree& tree) const {
   return has_window() ? readers.num_loose : (held.total - held.locked) * num_columns;
 }
 
-void Manager::Readers::link(int32_t page) {
-  const int32_t last = prev[0];
-  next[last] = prev[0] = page;
-  prev[page] = last;
-  next[page] = 0;
+void Manager::Readers::link(int32_t page, int32_t before) {
+  const int32_t after = prev[before];
+  next[after] = prev[before] = page;
+  prev[page] = after;
+  next[page] = before;
   ++num_loose;
 }
 
@@ -110,8 +111,13 @@ void Manager::Readers::read(int32_t page) {
   if (count[page]++ == 0) unlink(page);
 }
 
-void Manager::Readers::leave(int32_t page) {
-  if (--count[page] == 0) link(page);
+void Manager::Readers::leave(int32_t page, bool is_lost) {
+  if (--count[page] == 0) link(page, is_lost ? next[0] : 0);
+}
+
+void Manager::Readers::put_first(int32_t page) {
+  unlink(page);
+  link(page, next[0]);
 }
 
 void Manager::Readers::forget(int32_t page) {
@@ -133,6 +139,7 @@ Manager::Manager(std::vector<GroupSpec> specs, int64_t num_rows, int64_t max_tok
       firsts_(static_cast<size_t>(num_rows + 1) * specs.size()),
       ends_(static_cast<size_t>(num_rows + 1) * specs.size()),
       tails_((num_rows + 1) * math_.size()),
+      touched_(static_cast<size_t>(num_rows + 1)),
       seen_(num_rows + 1) {
   int64_t offset = 0;
   int column = 0;
@@ -227,14 +234,42 @@ void Manager::require_room(int64_t spare) const {
   for (const Group& group : groups_) {
     const int64_t there = available(group);
     if (group.needed + group.locked == 0 || group.needed + spare <= there) continue;
-    const int64_t evictable = group.evictable(tree_) - group.locked;
-    std::string what = "pages of group " + group.spec.name + " (" + text(group.pages.num_free()) + " free, " +
-                       text(evictable) + " evictable, " + text(group.cached(tree_) - evictable) + " leased, " +
-                       text(group.num_own) + " of running rows, " + text(group.pages.num_quarantined()) +
+    const Pages pages = this->pages(group);
+    std::string what = "pages of group " + group.spec.name + " (" + text(pages.free) + " free, " +
+                       text(pages.evictable - group.locked) + " evictable, " + text(pages.leased + group.locked) +
+                       " leased, " + text(pages.running) + " of running rows, " + text(pages.waiting) +
                        " waiting for a fence";
     if (spare > 0) what += ", " + text(spare) + " kept back for running rows";
-    throw OutOfIds{what + ")", group.needed, std::max<int64_t>(0, there - spare), group.spec.num_pages};
+    throw OutOfIds{what + holders(group) + ")", group.needed, std::max<int64_t>(0, there - spare),
+                   group.spec.num_pages};
   }
+}
+
+std::string Manager::holders(const Group& group) const {
+  const size_t g = static_cast<size_t>(group.number);
+  std::vector<std::pair<int64_t, int64_t>> rows;  // pages, less the row's number: of as many the lowest row is first
+  for (int64_t number = 1; number <= num_rows_; ++number) {
+    const int64_t n = end(number, g) - first(number, g);
+    if (rows_[static_cast<size_t>(number)].is_running && n > 0) rows.emplace_back(n, -number);
+  }
+  if (rows.empty()) return "";
+  const auto most = rows.begin() + std::min<std::ptrdiff_t>(3, rows.end() - rows.begin());
+  std::partial_sort(rows.begin(), most, rows.end(), std::greater<>());
+  std::string words;
+  for (auto row = rows.begin(); row != most; ++row) {
+    words += (row == rows.begin() ? "" : ", ") + text(-row->second) + " (" + text(row->first) +
+             (row != rows.begin() ? ")"
+              : row->first == 1   ? " page)"
+                                  : " pages)");
+  }
+  return most - rows.begin() == 1 ? "; row " + words + " holds the most" : "; rows " + words + " hold the most";
+}
+
+void Manager::require_row_ids(int64_t n) const {
+  if (n <= row_ids_.num_free()) return;
+  throw OutOfIds{
+      "rows (" + text(row_ids_.num_held()) + " running, " + text(row_ids_.num_quarantined()) + " waiting for a fence)",
+      n, row_ids_.num_free(), num_rows_};
 }
 
 // Frees so many pages of a group: of a window the pages whose last reader went first, else tails of the coldest leaves.
@@ -306,6 +341,7 @@ int64_t Manager::invalidate(int64_t g, Ids page_ids, int32_t* rows_out) {
     if (reads || is_copy) rows_out[n++] = static_cast<int32_t>(number);
     if (reads || is_copy || tree_.is_lost(request(number).lease)) row.is_stored = false;
   }
+  put_lost_first();
   return n;
 }
 
@@ -313,6 +349,19 @@ void Manager::drop(std::string_view space) {
   carry_out(tree_.plan_drop(space));
   for (int64_t number = 1; number <= num_rows_; ++number) {
     if (request(number).space == space) row(number).is_stored = false;
+  }
+  put_lost_first();
+}
+
+void Manager::put_lost_first() {
+  if (!tree_.has_lost()) return;
+  for (Group& group : groups_) {
+    Readers& readers = group.readers;
+    if (!group.has_window()) continue;
+    for (int32_t page = readers.next[0], next; page != 0; page = next) {
+      next = readers.next[page];
+      if (tree_.is_lost(group.number, page)) readers.put_first(page);
+    }
   }
 }
 
@@ -329,6 +378,14 @@ void Manager::make_room() {
 void Manager::grow_writes(int64_t n) {
   grow(index_, index_.size() + static_cast<size_t>(n));
   grow(ids_, ids_.size() + static_cast<size_t>(n));
+}
+
+void Manager::grow_columns(int64_t tree_pages) {
+  for (const Group& group : groups_) {
+    for (int c = group.first_column; group.num_columns > 1 && c < group.first_column + group.num_columns; ++c) {
+      grow(columns_[static_cast<size_t>(c)], static_cast<size_t>(tree_pages));
+    }
+  }
 }
 
 void Manager::write(const Group& group, int64_t row, int64_t page, int32_t id) {
@@ -357,7 +414,7 @@ void Manager::require_tokens(Ids tokens) {
               "tokens[" + text(at) + "] = " + text(tokens[at]) + " is no token: give 0 or more"};
 }
 
-void Manager::find_hit(const Sequence& sequence, int64_t reserve, Match& match) {
+void Manager::find_hit(const Sequence& sequence, int64_t reserve, bool is_cached, Match& match) {
   const int64_t n = sequence.tokens.size;
   require_tokens(sequence.tokens);
   if (n > max_tokens_) {
@@ -365,7 +422,7 @@ void Manager::find_hit(const Sequence& sequence, int64_t reserve, Match& match) 
   }
   if (reserve < -1) throw BadArgument("reserve: give 0 or more tokens, or None for all");
   // At least one token is computed: the last is not looked for.
-  tree_.match({sequence.space, {sequence.tokens.data, n - 1}, sequence.ranges}, match, nullptr);
+  tree_.match({sequence.space, {sequence.tokens.data, is_cached ? n - 1 : 0}, sequence.ranges}, match, nullptr);
   const int64_t target = target_of(sequence, reserve, match);
   if (target > max_tokens_) {
     throw BadArgument("reserve: " + text(target) + " tokens are more than the " + text(max_tokens_) + " of a row");
@@ -394,27 +451,29 @@ int64_t Manager::target_of(const Sequence& sequence, int64_t reserve, const Matc
   return reserve < 0 ? sequence.tokens.size : match.length + reserve;
 }
 
-bool Manager::can_admit(const Sequence& sequence, int64_t reserve) {
+bool Manager::can_admit(const Sequence& sequence, int64_t reserve, bool is_cached) {
   Match match;
-  find_hit(sequence, reserve, match);
+  find_hit(sequence, reserve, is_cached, match);
   return row_ids_.num_free() > 0 && has_room(watermark_);
 }
 
-Manager::Admitted Manager::admit(const Sequence& sequence, int64_t reserve) {
+Manager::Admitted Manager::admit(const Sequence& sequence, int64_t reserve, bool is_cached) {
   Match match;
-  find_hit(sequence, reserve, match);
-  row_ids_.require(1);
+  find_hit(sequence, reserve, is_cached, match);
+  require_row_ids(1);
   require_room(watermark_);
   const int64_t hit = match.length, target = target_of(sequence, reserve, match);
 
   // From here on only memory can run out, and that is asked for first.
-  std::vector<int32_t> prompt(sequence.tokens.data, sequence.tokens.data + sequence.tokens.size);
+  std::vector<int32_t> prompt;
+  if (is_cached) prompt.assign(sequence.tokens.data, sequence.tokens.data + sequence.tokens.size);
   std::string space(sequence.space);
   std::vector<KeyRange> ranges;
   if (sequence.ranges != nullptr) ranges = *sequence.ranges;
   int64_t writes = 0;
   for (const Group& group : groups_) writes += group.math.pages_for(target);
   grow_writes(writes);
+  grow_columns(math_.page(hit));
   const LeaseId lease = tree_.lock(match);
 
   int32_t number;
@@ -424,8 +483,15 @@ Manager::Admitted Manager::admit(const Sequence& sequence, int64_t reserve) {
   request.space.swap(space);
   request.ranges.swap(ranges);
   start(number, lease, hit, target);
+  row(number).is_stored = is_cached;
+  const size_t num_writes = index_.size();
   for (size_t g = 0; g < groups_.size(); ++g) take_hit(groups_[g], g, number);  // which nobody evicts now
-  make_room();
+  try {
+    make_room();
+  } catch (...) {
+    abandon(number, num_writes);
+    throw;
+  }
   for (size_t g = 0; g < groups_.size(); ++g) {
     add_pages(groups_[g], g, number, groups_[g].math.pages_for(target));
   }
@@ -439,6 +505,22 @@ void Manager::start(int64_t number, LeaseId lease, int64_t length, int64_t reser
   const int32_t known = static_cast<int32_t>(length);
   row(number) = {static_cast<int32_t>(reserved), known, known, true, true};
   request(number).lease = lease;
+  touched_[static_cast<size_t>(number)] = step_;
+}
+
+void Manager::abandon(int32_t number, size_t num_writes) {
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Group& group = groups_[g];
+    for (int64_t p = first(number, g); group.has_window() && p < end(number, g); ++p) {
+      let_go(group, group.entries(number)[p]);
+    }
+  }
+  index_.resize(num_writes);
+  ids_.resize(num_writes);
+  tree_.release(request(number).lease);
+  clear(number);
+  touched_[static_cast<size_t>(number)] = 0;
+  row_ids_.free({&number, 1}, std::nullopt);
 }
 
 // Writes the leased pages of a row into a table. Those of a window begin where the next query looks.
@@ -467,15 +549,6 @@ void Manager::take_hit(Group& group, size_t g, int64_t number) {
   }
   this->first(number, g) = static_cast<int32_t>(first);
   end(number, g) = static_cast<int32_t>(n);
-}
-
-// The first page of a group that is read once `committed` tokens are there: by their last whole page in the tree, whose
-// window has to stay whole for whoever resumes there, and so by every later query. Whole pages of the tree, so that
-// its columns stay alike.
-int64_t Manager::live_from(const Group& group, int64_t committed) const {
-  if (!group.has_window()) return 0;
-  const int64_t whole = math_.first_slot(math_.page(committed));
-  return math_.page(std::max<int64_t>(0, whole - group.spec.window + 1)) * group.num_columns;
 }
 
 int64_t Manager::hit(const Sequence& sequence) const {
@@ -507,25 +580,56 @@ Manager::Pending Manager::pending(const Sequence& sequence) const {
 
 void Manager::release(Ids rows) {
   require_rows(rows);
-  for (Group& group : groups_) group.given_up.clear();
+  clear_given_up();
+  for (auto& ended : ended_) ended.clear();
   for (int64_t i = 0; i < rows.size; ++i) {
+    const bool is_touched = this->is_touched(rows[i]);
+    ended_[is_touched].push_back(rows[i]);
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      const int32_t* entries = groups_[g].entries(rows[i]);
+      const uint8_t* own = groups_[g].owned(rows[i]);
+      for (int64_t p = first(rows[i], g), to = end(rows[i], g); p < to; ++p) {
+        if (own[p] != 0) groups_[g].given_up[is_touched].push_back(entries[p]);
+      }
+    }
+  }
+  // Memory is asked for: what follows does not fail.
+  for (const bool is_touched : {false, true}) {
+    const int64_t num_rows = static_cast<int64_t>(ended_[is_touched].size());
+    waiting_.reserve(num_rows, is_touched);
+    row_ids_.expect(num_rows, fence(is_touched));
     for (size_t g = 0; g < groups_.size(); ++g) {
       Group& group = groups_[g];
+      group.pages.expect(static_cast<int64_t>(group.given_up[is_touched].size()), fence(is_touched));
+      if (!group.has_window() || fence(is_touched) <= passed_) continue;
+      int64_t leaving = 0;
+      for (const int32_t number : ended_[is_touched]) leaving += end(number, g) - first(number, g);
+      group.readers.leaving.reserve(leaving, is_touched);
+    }
+  }
+  for (int64_t i = 0; i < rows.size; ++i) {
+    const bool is_touched = this->is_touched(rows[i]);
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      Group& group = groups_[g];
+      if (!group.has_window()) continue;
       const int32_t* entries = group.entries(rows[i]);
       const uint8_t* own = group.owned(rows[i]);
       for (int64_t p = first(rows[i], g), to = end(rows[i], g); p < to; ++p) {
-        if (own[p] != 0) {
-          group.given_up.push_back(entries[p]);
-        } else if (group.has_window()) {
-          group.readers.leaving.emplace_back(step_, entries[p]);
-        }
+        if (own[p] == 0) leave(group, entries[p], is_touched);
       }
     }
-    waiting_.push_back({step_, request(rows[i]).lease});
+    if (fence(is_touched) <= passed_) {
+      tree_.release(request(rows[i]).lease);
+    } else {
+      waiting_.push(fence(is_touched), is_touched, request(rows[i]).lease);
+    }
     clear(rows[i]);
   }
   free_given_up();
-  row_ids_.free(rows, step_);
+  for (const bool is_touched : {false, true}) {
+    const auto& ended = ended_[is_touched];
+    row_ids_.free({ended.data(), static_cast<int64_t>(ended.size())}, fence(is_touched));
+  }
 }
 
 // Makes a row one that does not run. Entries before its first live one are never looked at.
@@ -540,29 +644,33 @@ void Manager::clear(int64_t number) {
   request(number) = {};
 }
 
+void Manager::clear_given_up() {
+  for (Group& group : groups_) {
+    for (auto& ids : group.given_up) ids.clear();
+  }
+}
+
 void Manager::free_given_up() {
   for (Group& group : groups_) {
-    const Ids ids{group.given_up.data(), static_cast<int64_t>(group.given_up.size())};
-    if (ids.size == 0) continue;
-    group.pages.free(ids, step_);
-    group.num_own -= ids.size;
-    group.given_up.clear();
+    for (const bool is_touched : {false, true}) {
+      const auto& ids = group.given_up[is_touched];
+      if (ids.empty()) continue;
+      group.pages.free({ids.data(), static_cast<int64_t>(ids.size())}, fence(is_touched));
+      group.num_own -= static_cast<int64_t>(ids.size());
+    }
   }
+  clear_given_up();
 }
 
 void Manager::pass_fence(int64_t fence) {
   if (fence >= step_) {
     throw BadArgument("step " + text(fence) + " has not been taken yet: the one being planned is " + text(step_));
   }
-  for (; !waiting_.empty() && waiting_.front().fence <= fence; waiting_.pop_front()) {
-    tree_.release(waiting_.front().lease);
-  }
+  passed_ = std::max(passed_, fence);
+  waiting_.pass(fence, [&](const LeaseId& lease) { tree_.release(lease); });
   for (Group& group : groups_) {
     group.pages.pass_fence(fence);
-    auto& leaving = group.readers.leaving;
-    for (; !leaving.empty() && leaving.front().first <= fence; leaving.pop_front()) {
-      group.readers.leave(leaving.front().second);
-    }
+    if (group.has_window()) group.readers.leaving.pass(fence, [&](int32_t page) { let_go(group, page); });
   }
   row_ids_.pass_fence(fence);
 }
@@ -583,16 +691,22 @@ void Manager::take_delta(int32_t* out) {
   for (const Group& group : groups_) *out++ = static_cast<int32_t>(group.sources.size());
   out = std::copy(index_.begin(), index_.end(), out);
   out = std::copy(ids_.begin(), ids_.end(), out);
+  for (const Group& group : groups_) {
+    out = std::copy(group.sources.begin(), group.sources.end(), out);
+    out = std::copy(group.targets.begin(), group.targets.end(), out);
+  }
+  clear_delta();
+  ++step_;
+}
+
+void Manager::clear_delta() {
   index_.clear();
   ids_.clear();
   for (Group& group : groups_) {
-    out = std::copy(group.sources.begin(), group.sources.end(), out);
-    out = std::copy(group.targets.begin(), group.targets.end(), out);
+    for (const int32_t target : group.targets) group.source_of[target] = 0;
     group.sources.clear();
     group.targets.clear();
-    group.copies.clear();
   }
-  ++step_;
 }
 
 }  // namespace pagoda

@@ -3,8 +3,10 @@
 //
 // A group has a free-list and a table; one tree has a column of page ids for each page of a group that one page of the
 // tree covers. Of a row's pages, `own` says which are the row's: all others, from its first live one on, are leased in
-// the tree. What is freed waits for the fence of the step that is being planned, leases too: so whatever the tree can
-// evict, nobody reads, and room that is counted is there at once.
+// the tree. What a row leaves behind waits for a fence, leases too: so whatever the tree can evict, nobody reads, and
+// room that is counted is there at once. It is the fence of the step before the one being planned, for a row that ends
+// is no part of that step; unless the step's delta names the row or its pages, because it was admitted, forked, or
+// given pages in it: then it is `touched`, and the fence is that of the step itself.
 //
 // Every call finds out first whether all of it can be done, for all groups and rows, and then does it.
 #pragma once
@@ -13,10 +15,10 @@
 #include <cstdint>
 #include <deque>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "core/fence_queue.hpp"
 #include "core/free_list.hpp"
 #include "core/lazy_array.hpp"
 #include "core/page_math.hpp"
@@ -53,15 +55,16 @@ class Manager {
     LazyArray<int32_t> next, prev;  // of those that nobody reads; 0 is the end of the ring
     int64_t num_loose = 0;          // that nobody reads
     int64_t num_cached = 0;
-    std::deque<std::pair<int64_t, int32_t>> leaving;  // fence, page: a reader that goes when it has passed
+    FenceQueue<int32_t> leaving;  // readers that go when their fence has passed
 
-    void add(int32_t page);     // the tree has it, and a row reads it
-    void read(int32_t page);    // one more
-    void leave(int32_t page);   // one less
-    void forget(int32_t page);  // the tree has it no longer; nobody read it
+    void add(int32_t page);                  // the tree has it, and a row reads it
+    void read(int32_t page);                 // one more
+    void leave(int32_t page, bool is_lost);  // one less; what cannot be found is listed first
+    void forget(int32_t page);               // the tree has it no longer; nobody read it
+    void put_first(int32_t page);            // of those that nobody reads
 
    private:
-    void link(int32_t page);
+    void link(int32_t page, int32_t before);  // 0: last
     void unlink(int32_t page);
   };
 
@@ -79,12 +82,12 @@ class Manager {
     LazyArray<int32_t> table;  // [num_rows + 1, max_pages]
     LazyArray<uint8_t> own;    // likewise: 1 if the page is the row's
     int64_t num_own = 0;
-    std::vector<int32_t> sources, targets;        // page copies of the step
-    std::unordered_map<int32_t, int32_t> copies;  // likewise: the source of a target
-    std::vector<int32_t> given_up;                // scratch: ids to free
-    int64_t needed = 0;                           // scratch: of a plan
-    int64_t locked = 0;                           // likewise: pages that it would take out of what can be evicted
-    Readers readers;                              // of a window
+    std::vector<int32_t> sources, targets;  // page copies of the step
+    LazyArray<int32_t> source_of;           // likewise, by target; 0: the page is none
+    std::vector<int32_t> given_up[2];       // scratch: ids to free, of rows that were touched in the step apart
+    int64_t needed = 0;                     // scratch: of a plan
+    int64_t locked = 0;                     // likewise: pages that it would take out of what can be evicted
+    Readers readers;                        // of a window
 
     int32_t* entries(int64_t row) { return table.data() + row * max_pages; }
     const int32_t* entries(int64_t row) const { return table.data() + row * max_pages; }
@@ -104,6 +107,10 @@ class Manager {
   struct Lengths {
     int64_t reserved, committed, stored;
   };
+  // Pages of a group: their sum is all there are.
+  struct Pages {
+    int64_t free, evictable, leased, running, waiting;
+  };
   struct Stats {
     int64_t rows, waiting_rows, admitted, tokens, hits, evicted;
   };
@@ -117,9 +124,10 @@ class Manager {
   PrefixTree& tree() { return tree_; }
   const PrefixTree& tree() const { return tree_; }
 
-  // reserve: tokens behind the hit; -1: all there are.
-  bool can_admit(const Sequence& sequence, int64_t reserve);
-  Admitted admit(const Sequence& sequence, int64_t reserve);
+  // reserve: tokens behind the hit; -1: all there are. is_cached: what is cached is read, and what it commits becomes
+  // so.
+  bool can_admit(const Sequence& sequence, int64_t reserve, bool is_cached);
+  Admitted admit(const Sequence& sequence, int64_t reserve, bool is_cached);
   int64_t hit(const Sequence& sequence) const;
   Pending pending(const Sequence& sequence) const;
 
@@ -145,6 +153,7 @@ class Manager {
   int64_t first_page(int64_t row, int64_t g) const;  // of those that are not given up
   int64_t end_page(int64_t row, int64_t g) const;
   Stats stats() const;
+  Pages pages(const Group& group) const;
   void reset();
   void check() const;
 
@@ -159,16 +168,11 @@ class Manager {
   };
   struct Request {
     LeaseId lease{};
-    std::vector<int32_t> prompt;  // what it was admitted with
+    std::vector<int32_t> prompt;  // what it was admitted with, while more of it is to come
     std::string space;
     std::vector<KeyRange> ranges;
     std::vector<std::pair<int, int32_t>> copied;  // group, page: what its tail was copied from, until it is stored
   };
-  struct Waiting {
-    int64_t fence;
-    LeaseId lease;
-  };
-
   const Row& row_at(int64_t row, int64_t position) const;
   Row& row(int64_t number) { return rows_[static_cast<size_t>(number)]; }
   Request& request(int64_t number) { return requests_[static_cast<size_t>(number)]; }
@@ -183,21 +187,25 @@ class Manager {
   static void require_tokens(Ids tokens);  // at least one, none negative
   void require_counts(Ids rows, const Counts& counts, const char* name) const;
   // The match that an admission would lock, and what it needs: fills `needed` of each group.
-  void find_hit(const Sequence& sequence, int64_t reserve, Match& match);
+  void find_hit(const Sequence& sequence, int64_t reserve, bool is_cached, Match& match);
   int64_t target_of(const Sequence& sequence, int64_t reserve, const Match& match) const;
   // Pages that a group can have at once: free ones, and those the tree can give, less what a match would lock.
   int64_t available(const Group& group) const;
   // Throws OutOfIds for the first group that cannot give what it `needed`, with so many to spare.
   void require_room(int64_t spare) const;
   bool has_room(int64_t spare) const;
+  void require_row_ids(int64_t n) const;
+  // The rows that have most pages of a group, in words.
+  std::string holders(const Group& group) const;
   void clear_plan();
   // Evicts until every free-list has what its group `needed`. Room was required before.
   void make_room();
   void evict(Group& group, int64_t num_pages);
   // Gives pages [end, to) of a row places in a group's table.
   void add_pages(Group& group, size_t g, int64_t number, int64_t to);
-  // Room for so many more writes, and for n entries: what follows does not fail.
+  // Room for so many more writes, for the pages of a lease in columns, and for n entries: what follows does not fail.
   void grow_writes(int64_t n);
+  void grow_columns(int64_t tree_pages);
   static void grow(std::vector<int32_t>& entries, size_t n) {
     if (n > entries.capacity()) entries.reserve(std::max(n, 2 * entries.capacity()));
   }
@@ -205,16 +213,42 @@ class Manager {
 
   void take_hit(Group& group, size_t g, int64_t number);
   void inherit(Group& group, size_t g, int64_t parent, int64_t child);
-  // What is left of a prompt that went another way.
+  // Forgets a prompt that went another way, or of which no more is to come.
   void compare_prompt(int64_t number, const int32_t* tokens, int64_t n);
-  int64_t live_from(const Group& group, int64_t committed) const;
-  int32_t source_of(const Group& group, int32_t page) const;
+  // The first page of a group that is read once `committed` tokens are there: by their last whole page in the tree,
+  // whose window has to stay whole for whoever resumes there, and so by every later query. Whole pages of the tree, so
+  // that its columns stay alike.
+  int64_t live_from(const Group& group, int64_t committed) const {
+    if (!group.has_window()) return 0;
+    const int64_t whole = math_.first_slot(math_.page(committed));
+    return math_.page(std::max<int64_t>(0, whole - group.spec.window + 1)) * group.num_columns;
+  }
   void start(int64_t number, LeaseId lease, int64_t length, int64_t reserved);
   void clear(int64_t number);
+  // Undoes an admission that has its hit and no pages of its own.
+  void abandon(int32_t number, size_t num_writes);
+  bool is_touched(int64_t number) const { return touched_[static_cast<size_t>(number)] == step_; }
+  // What a row that was touched in this step leaves waits for its fence, else for that of the step before.
+  int64_t fence(bool is_touched) const { return is_touched ? step_ : step_ - 1; }
+  // A reader goes, now or with its fence. There is room among those that wait.
+  void leave(Group& group, int32_t page, bool is_touched) {
+    if (fence(is_touched) <= passed_) {
+      let_go(group, page);
+    } else {
+      group.readers.leaving.push(fence(is_touched), is_touched, page);
+    }
+  }
+  void let_go(Group& group, int32_t page) {
+    group.readers.leave(page, tree_.has_lost() && tree_.is_lost(group.number, page));
+  }
+  // Pages of windows that nobody reads or finds go before those that can be found.
+  void put_lost_first();
   void store_all(int64_t number, const int32_t* tokens, int64_t waiting, int64_t n);
   void store(int64_t number, const int32_t* tokens, int64_t num_pages);
   void give_up(int64_t number);
+  void clear_given_up();
   void free_given_up();
+  void clear_delta();
   void carry_out(const PrefixTree::Sizes& sizes);
   void free_columns();
   void check_readers(const Group& group, size_t g) const;
@@ -231,8 +265,11 @@ class Manager {
   LazyArray<int32_t> tails_;            // [num_rows + 1, tokens of a page of the tree]
   std::vector<int32_t> growing_;        // scratch: rows that need pages
   std::vector<int32_t> joined_;         // scratch: a tail and what follows it
-  std::deque<Waiting> waiting_;
+  std::vector<int32_t> ended_[2];       // scratch: rows that are released, those that were touched in the step apart
+  std::vector<int64_t> touched_;        // [num_rows + 1]: the last step whose delta names a row, or pages of its own
+  FenceQueue<LeaseId> waiting_;
   int64_t step_ = 1;
+  int64_t passed_ = 0;  // the last fence that has passed
   bool has_windows_ = false;
   std::vector<int32_t> index_, ids_;  // table writes of the step
   BitSet seen_;

@@ -51,7 +51,10 @@ void Manager::reserve(Ids rows, const Counts& counts) {
     make_room();
   }
   for (int64_t i = 0; i < rows.size; ++i) row(rows[i]).reserved += static_cast<int32_t>(counts[i]);
+  // Only who gets pages stands in the delta. A row that gets places in pages it has already, and is released in this
+  // step, is no part of it: nobody computes those places.
   for (const int32_t number : growing_) {
+    touched_[static_cast<size_t>(number)] = step_;
     const int64_t to = row(number).reserved;
     for (size_t g = 0; g < groups_.size(); ++g) add_pages(groups_[g], g, number, groups_[g].math.pages_for(to));
   }
@@ -87,19 +90,24 @@ void Manager::commit(Ids rows, Ids tokens, const Counts& counts) {
   }
   if (tokens.size > 0) require_tokens(tokens);
   const int32_t* next = tokens.data;
-  for (Group& group : groups_) group.given_up.clear();
-  for (int64_t i = 0; i < rows.size; ++i) {
-    Row& row = this->row(rows[i]);
-    const int64_t n = counts[i], waiting = row.committed - row.stored, all = waiting + n;
-    if (row.committed < static_cast<int64_t>(request(rows[i]).prompt.size())) compare_prompt(rows[i], next, n);
-    row.committed += static_cast<int32_t>(n);
-    if (row.is_stored && all < math_.size()) {
-      std::copy_n(next, n, tail(rows[i]) + waiting);
-    } else if (all >= math_.size()) {
-      if (row.is_stored) store_all(rows[i], next, waiting, n);
-      if (has_windows_) give_up(rows[i]);
+  clear_given_up();
+  try {
+    for (int64_t i = 0; i < rows.size; ++i) {
+      Row& row = this->row(rows[i]);
+      const int64_t n = counts[i], waiting = row.committed - row.stored, all = waiting + n;
+      if (!request(rows[i]).prompt.empty()) compare_prompt(rows[i], next, n);
+      if (row.is_stored && all < math_.size()) {
+        std::copy_n(next, n, tail(rows[i]) + waiting);
+      } else if (row.is_stored) {
+        store_all(rows[i], next, waiting, n);
+      }
+      row.committed += static_cast<int32_t>(n);
+      if (has_windows_ && all >= math_.size()) give_up(rows[i]);
+      next += n;
     }
-    next += n;
+  } catch (...) {  // no memory for this row: those before are done
+    free_given_up();
+    throw;
   }
   if (has_windows_) free_given_up();
 }
@@ -163,39 +171,49 @@ void Manager::store(int64_t number, const int32_t* tokens, int64_t n) {
   request.copied.clear();
 }
 
-// Pages that no query from `committed` on reads. The row's own go; the tree keeps its own until there is no room.
+// Pages that no query from `committed` on reads, so also none of the step being planned. The row's own go; the tree
+// keeps its own until there is no room.
 void Manager::give_up(int64_t number) {
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    Group& group = groups_[g];
-    if (!group.has_window()) continue;
-    int32_t& from = first(number, g);
-    const int64_t live = std::min<int64_t>(live_from(group, row(number).committed), end(number, g));
+  const bool is_touched = this->is_touched(number);
+  const int64_t fence = this->fence(is_touched), committed = row(number).committed;
+  int32_t* firsts = &first(number, 0);
+  const int32_t* ends = &end(number, 0);
+  for (Group& group : groups_) {
+    int32_t& first = *firsts++;
+    const int64_t from = first, live = std::min<int64_t>(live_from(group, committed), *ends++);
+    if (live <= from) continue;
     const int32_t* entries = group.entries(number);
     uint8_t* own = group.owned(number);
+    // Memory is asked for: what follows, and freeing them, does not fail.
+    auto& given_up = group.given_up[is_touched];
+    int64_t num_own = 0;
+    for (int64_t p = from; p < live; ++p) num_own += own[p];
+    if (num_own > 0) {
+      num_own += static_cast<int64_t>(given_up.size());
+      grow(given_up, static_cast<size_t>(num_own));
+      group.pages.expect(num_own, fence);
+    }
+    if (fence > passed_) group.readers.leaving.reserve(live - from, is_touched);
     for (int64_t p = from; p < live; ++p) {
       if (own[p] != 0) {
         own[p] = 0;
-        group.given_up.push_back(entries[p]);
+        given_up.push_back(entries[p]);
       } else {
-        group.readers.leaving.emplace_back(step_, entries[p]);
+        leave(group, entries[p], is_touched);
       }
     }
-    from = static_cast<int32_t>(std::max<int64_t>(from, live));
+    first = static_cast<int32_t>(live);
   }
-}
-
-// Where the contents of a page are when the step's copies begin: all sources are read before a target is written.
-int32_t Manager::source_of(const Group& group, int32_t page) const {
-  const auto at = group.copies.find(page);
-  return at == group.copies.end() ? page : at->second;
 }
 
 void Manager::fork(int64_t number, int64_t n, int32_t* rows_out) {
   const Row& parent = row_at(number, 0);
   if (!parent.is_stored) {
-    throw BadArgument("row " + text(number) + " is of a dropped namespace, or reads invalid pages: release it");
+    throw BadArgument("row " + text(number) +
+                      " is not cached: it was admitted so, its namespace was dropped, or it reads invalid pages; "
+                      "release it");
   }
-  row_ids_.require(n);
+  require_row_ids(n);
   clear_plan();
   int64_t writes = 0;
   for (size_t g = 0; g < groups_.size(); ++g) {
@@ -208,21 +226,28 @@ void Manager::fork(int64_t number, int64_t n, int32_t* rows_out) {
     writes += n * group.math.pages_for(parent.committed);
   }
   require_room(0);
+  // Memory is asked for: what follows does not fail, but for evictions, which come first.
+  const Request& origin = request(number);
+  std::vector<Request> requests(static_cast<size_t>(n));
+  int64_t copies = 0;
   grow_writes(writes);
+  grow_columns(math_.page(parent.stored));
   for (Group& group : groups_) {
     grow(group.sources, group.sources.size() + static_cast<size_t>(group.needed));
     grow(group.targets, group.targets.size() + static_cast<size_t>(group.needed));
+    copies += group.needed / n;
   }
+  for (Request& request : requests) {
+    request.copied.reserve(origin.copied.size() + static_cast<size_t>(copies));
+    request = origin;
+  }
+  tree_.reserve_leases(n);
   make_room();
   row_ids_.alloc(n, rows_out);
-  const Request& origin = request(number);
+  touched_[static_cast<size_t>(number)] = step_;
   for (int64_t i = 0; i < n; ++i) {
     const int64_t child = rows_out[i];
-    Request& request = this->request(child);
-    request.prompt = origin.prompt;
-    request.space = origin.space;
-    request.ranges = origin.ranges;
-    request.copied = origin.copied;
+    request(child) = std::move(requests[static_cast<size_t>(i)]);
     start(child, tree_.lease_again(origin.lease), parent.stored, parent.committed);
     row(child).committed = parent.committed;
     std::copy_n(tail(number), parent.committed - parent.stored, tail(child));
@@ -250,10 +275,11 @@ void Manager::inherit(Group& group, size_t g, int64_t parent, int64_t child) {
     group.pages.alloc(1, entries + p);
     group.owned(child)[p] = 1;
     ++group.num_own;
-    const int32_t source = source_of(group, theirs[p]);
+    // Where the contents are when the step's copies begin: all sources are read before a target is written.
+    const int32_t copied = group.source_of[theirs[p]], source = copied != 0 ? copied : theirs[p];
     group.sources.push_back(source);
     group.targets.push_back(entries[p]);
-    group.copies.emplace(entries[p], source);
+    group.source_of[entries[p]] = source;
     request(child).copied.emplace_back(group.number, theirs[p]);
     write(group, child, p, entries[p]);
   };
@@ -271,10 +297,11 @@ void Manager::inherit(Group& group, size_t g, int64_t parent, int64_t child) {
 }
 
 void Manager::compare_prompt(int64_t number, const int32_t* tokens, int64_t n) {
-  auto& prompt = request(number).prompt;
-  const int64_t at = row(number).committed, most = std::min<int64_t>(n, static_cast<int64_t>(prompt.size()) - at);
-  const auto same = std::mismatch(tokens, tokens + most, prompt.begin() + at).first - tokens;
-  if (same < most) prompt.resize(static_cast<size_t>(at + same));
+  std::vector<int32_t>& prompt = request(number).prompt;
+  const int64_t at = row(number).committed;
+  const bool goes_on =
+      n < static_cast<int64_t>(prompt.size()) - at && std::equal(tokens, tokens + n, prompt.begin() + at);
+  if (!goes_on) std::vector<int32_t>().swap(prompt);
 }
 
 }  // namespace pagoda

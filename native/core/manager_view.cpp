@@ -1,4 +1,5 @@
 // Looking at a manager, and whether all of it fits together.
+#include <algorithm>
 #include <limits>
 
 #include "core/manager.hpp"
@@ -24,12 +25,33 @@ Manager::Stats Manager::stats() const {
   return {row_ids_.num_held(), row_ids_.num_quarantined(), admitted_, tokens_, hits_, evicted_};
 }
 
+// What only waiting leases and readers hold counts as waiting.
+Manager::Pages Manager::pages(const Group& group) const {
+  int64_t waiting = 0;
+  if (group.has_window()) {
+    std::vector<int32_t> leaving;
+    group.readers.leaving.for_each([&](int64_t, int32_t page) { leaving.push_back(page); });
+    std::sort(leaving.begin(), leaving.end());
+    for (auto begin = leaving.begin(), end = begin; begin != leaving.end(); begin = end) {
+      while (end != leaving.end() && *end == *begin) ++end;
+      waiting += end - begin == group.readers.count[*begin];
+    }
+  } else {
+    std::vector<LeaseId> leases;
+    waiting_.for_each([&](int64_t, const LeaseId& lease) { leases.push_back(lease); });
+    waiting = tree_.count_released(leases) * group.num_columns;
+  }
+  const int64_t evictable = group.evictable(tree_);
+  return {group.pages.num_free(), evictable, group.cached(tree_) - evictable - waiting, group.num_own,
+          group.pages.num_quarantined() + waiting};
+}
+
 void Manager::reset() {
   tree_.reset();
   row_ids_.reset();
   waiting_.clear();
-  index_.clear();
-  ids_.clear();
+  clear_delta();
+  std::fill(touched_.begin(), touched_.end(), 0);
   for (int64_t number = 1; number <= num_rows_; ++number) {
     if (row(number).is_running) clear(number);
   }
@@ -37,11 +59,9 @@ void Manager::reset() {
     group.pages.reset();
     group.num_own = 0;
     group.readers = Readers(group.has_window() ? group.spec.num_pages : 0);
-    group.sources.clear();
-    group.targets.clear();
-    group.copies.clear();
   }
   step_ = 1;
+  passed_ = 0;
   admitted_ = tokens_ = hits_ = evicted_ = 0;
 }
 
@@ -59,7 +79,10 @@ void Manager::check_readers(const Group& group, size_t g) const {
       if (group.owned(number)[p] == 0) ++expected[static_cast<size_t>(group.entries(number)[p])];
     }
   }
-  for (const auto& [fence, page] : readers.leaving) ++expected[static_cast<size_t>(page)];
+  readers.leaving.for_each([&](int64_t fence, int32_t page) {
+    if (fence <= passed_ || fence > step_) broken(name + "a reader waits for fence " + text(fence));
+    ++expected[static_cast<size_t>(page)];
+  });
   int64_t num_cached = 0, num_loose = 0, listed = 0;
   for (int64_t page = 1; page <= group.spec.num_pages; ++page) {
     if (readers.count[page] != expected[static_cast<size_t>(page)]) {
@@ -150,9 +173,17 @@ void Manager::check() const {
       broken(who + " has a lease of another length");
     }
     if (row.is_stored && row.committed - row.stored >= math_.size()) broken(who + " keeps a whole page to itself");
+    const auto& prompt = requests_[static_cast<size_t>(number)].prompt;
+    if (!prompt.empty() && row.committed >= static_cast<int64_t>(prompt.size())) {
+      broken(who + " keeps a prompt that is computed");
+    }
+    if (touched_[static_cast<size_t>(number)] > step_) broken(who + " was touched in a step to come");
   }
+  waiting_.for_each([&](int64_t fence, const LeaseId&) {
+    if (fence <= passed_ || fence > step_) broken("a lease waits for fence " + text(fence));
+  });
   if (running != row_ids_.num_held()) broken("rows are held that do not run");
-  if (tree_.num_leases() != running + static_cast<int64_t>(waiting_.size())) broken("a lease is lost");
+  if (tree_.num_leases() != running + waiting_.size()) broken("a lease is lost");
   if (seen_.count() != 0) broken("marks of a finished call are still set");
 }
 

@@ -162,8 +162,12 @@ class PrefixTree {
   LeaseId lock(const Match& match);
   // Another lease that ends where this one does.
   LeaseId lease_again(LeaseId lease);
+  // Room for n leases: giving them does not fail.
+  void reserve_leases(int64_t n);
   // How many pages a column a lock of this match, made just now, would protect that nobody protects yet.
   void count_unlocked(const Match& match, std::vector<int64_t>& columns) const;
+  // How many pages a column without a window would be protected no longer if all of these were released.
+  int64_t count_released(const std::vector<LeaseId>& leases) const;
   void release(LeaseId lease);
   void demote(LeaseId lease);
   bool is_held(LeaseId lease) const;
@@ -196,7 +200,11 @@ class PrefixTree {
   // Forgets pages whose contents are bad, in columns [first, first + count), and all that continues them. What nobody
   // protects comes free, by column; the rest cannot be found any more, and is the coldest once released.
   void discard(int first, int count, const BitSet& bad, std::vector<std::vector<int32_t>>& freed);
+  // Whether something is there that nobody can find any more: lost, or of a dropped namespace.
+  bool has_lost() const { return num_lost_ > 0 || names_.size() > roots_.size(); }
   bool is_lost(LeaseId lease) const;
+  // Whether a page that is followed lies there.
+  bool is_lost(int set, int32_t id) const;
 
   int64_t plan_punch(LeaseId lease, int column, int64_t end);
   void carry_out_punch(int32_t* out);
@@ -278,7 +286,6 @@ class PrefixTree {
   // What is left of a match.
   Place survivor(const Match& match) const;
 
-  void reserve_lease();
   LeaseId new_lease(int32_t node);
   // Room for nodes and chunks: what follows does not fail.
   void reserve(int64_t nodes, int64_t chunks);
@@ -302,6 +309,10 @@ class PrefixTree {
   void let_go_coldest(int32_t node);
   void let_go_dropped(int32_t node);
   bool is_below_lost(int32_t node) const;
+  bool is_lost(int32_t node) const { return nodes_[nodes_[node].root].is_dropped || is_below_lost(node); }
+  // Calls each(node) for a node and all below it, a run before its children, the newest child first.
+  template <typename Each>
+  void for_subtree(int32_t top, Each each) const;
   void touch(int32_t node);
   // Where pages [begin, end) of a node's run lie, and whose they are.
   void note_places(int32_t node, int64_t begin, int64_t end);

@@ -50,12 +50,16 @@ PrefixTree::Place PrefixTree::survivor(const Match& match) const {
   return place;
 }
 
-void PrefixTree::reserve_lease() {
-  if (!free_leases_.empty()) return;
-  if (leases_.size() == leases_.capacity()) leases_.reserve(2 * leases_.size() + 64);
+void PrefixTree::reserve_leases(int64_t n) {
+  const size_t wanted = static_cast<size_t>(n);
+  if (wanted <= free_leases_.size()) return;
+  const size_t all = leases_.size() + wanted - free_leases_.size();
+  if (all > leases_.capacity()) leases_.reserve(std::max(all, 2 * leases_.size() + 64));
   free_leases_.reserve(leases_.capacity());  // a release cannot fail
-  leases_.push_back({0, 0, false});
-  free_leases_.push_back(static_cast<int32_t>(leases_.size() - 1));
+  while (leases_.size() < all) {
+    leases_.push_back({0, 0, false});
+    free_leases_.push_back(static_cast<int32_t>(leases_.size() - 1));
+  }
 }
 
 LeaseId PrefixTree::new_lease(int32_t node) {
@@ -70,13 +74,13 @@ LeaseId PrefixTree::new_lease(int32_t node) {
 
 LeaseId PrefixTree::lease_again(LeaseId lease) {
   const int32_t node = require(lease).node;
-  reserve_lease();
+  reserve_leases(1);
   return new_lease(node);
 }
 
 LeaseId PrefixTree::lock(const Match& match) {
   reserve(2, 1);
-  reserve_lease();
+  reserve_leases(1);
   const int32_t root = find_or_make_root(match.space);
   Place place{root, 0};
   if (match.root == root && nodes_[root].number == match.root_number) place = usable(survivor(match));
@@ -93,6 +97,18 @@ void PrefixTree::count_unlocked(const Match& match, std::vector<int64_t>& column
       columns[static_cast<size_t>(c)] += is_window(c) ? count_held(at.run, c, 0, pages) : pages;
     }
   }
+}
+
+int64_t PrefixTree::count_released(const std::vector<LeaseId>& leases) const {
+  std::unordered_map<int32_t, int32_t> locks;  // that would be left
+  int64_t tokens = 0;
+  for (const LeaseId& lease : leases) {
+    for (int32_t node = require(lease).node; !nodes_[node].is_root(); node = nodes_[node].parent) {
+      if (--locks.try_emplace(node, nodes_[node].locks).first->second > 0) break;
+      tokens += nodes_[node].run.length;
+    }
+  }
+  return math_.page(tokens);
 }
 
 bool PrefixTree::is_held(LeaseId lease) const {
@@ -121,7 +137,7 @@ void PrefixTree::release(LeaseId id) {
   leases_[static_cast<size_t>(id.slot)].number = 0;
   free_leases_.push_back(id.slot);
   --num_leases_;
-  if (nodes_[nodes_[lease.node].root].is_dropped || is_below_lost(lease.node)) {
+  if (is_lost(lease.node)) {
     let_go_dropped(lease.node);
   } else if (lease.is_demoted) {
     let_go_coldest(lease.node);
@@ -218,9 +234,10 @@ bool PrefixTree::is_below_lost(int32_t node) const {
   return nodes_[node].is_lost;
 }
 
-bool PrefixTree::is_lost(LeaseId lease) const {
-  const int32_t node = require(lease).node;
-  return nodes_[nodes_[node].root].is_dropped || is_below_lost(node);
+bool PrefixTree::is_lost(LeaseId lease) const { return is_lost(require(lease).node); }
+
+bool PrefixTree::is_lost(int set, int32_t id) const {
+  return is_lost(owners_[runs_.chunk_of(places_[static_cast<size_t>(set)][id] & 0xFFFFFFFF)]);
 }
 
 void PrefixTree::touch(int32_t node) {

@@ -141,20 +141,22 @@ const PrefixTree::Sizes& PrefixTree::plan_evict_states(int64_t n) {
   return sizes_;
 }
 
+template <typename Each>
+void PrefixTree::for_subtree(int32_t top, Each each) const {
+  for (int32_t node = top;; node = nodes_[node].next_sibling) {
+    for (each(node); nodes_[node].first_child >= 0; each(node)) node = nodes_[node].first_child;
+    while (node != top && nodes_[node].next_sibling < 0) node = nodes_[node].parent;
+    if (node == top) return;
+  }
+}
+
 const PrefixTree::Sizes& PrefixTree::plan_drop(std::string_view space) {
   begin_plan(true);
   dropped_root_ = find_root(space);
   if (dropped_root_ < 0) return sizes_;
-  // A run before its children, newest child first.
-  for (int32_t node = nodes_[dropped_root_].first_child; node >= 0;) {
-    if (nodes_[node].locks == 0) cut(node, nodes_[node].run.length, 0);
-    if (nodes_[node].first_child >= 0) {
-      node = nodes_[node].first_child;
-      continue;
-    }
-    while (node != dropped_root_ && nodes_[node].next_sibling < 0) node = nodes_[node].parent;
-    node = node == dropped_root_ ? -1 : nodes_[node].next_sibling;
-  }
+  for_subtree(dropped_root_, [&](int32_t node) {
+    if (nodes_[node].locks == 0 && !nodes_[node].is_root()) cut(node, nodes_[node].run.length, 0);
+  });
   return sizes_;
 }
 
@@ -239,43 +241,53 @@ void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<st
   // What continues a bad page goes with it: whoever stands above comes first.
   std::sort(found.begin(), found.end(),
             [&](const Found& a, const Found& b) { return nodes_[a.node].begin < nodes_[b.node].begin; });
-  reserve(static_cast<int64_t>(found.size()), static_cast<int64_t>(found.size()));
-  begin_plan(false);
+  BitSet is_top(nodes_.size());
+  std::vector<Found> tops;
   for (const Found& each : found) {
-    if (is_below_lost(each.node)) continue;
-    if (each.page > 0) split(each.node, nodes_[each.node].begin + math_.first_slot(each.page));
-    nodes_[each.node].is_lost = true;
-    ++num_lost_;
-    // Matches made before must not find it: other numbers, another family.
-    for (int32_t node = each.node;;) {
-      nodes_[node].number = next_number_++;
-      nodes_[node].family = next_family_++;
-      if (nodes_[node].locks == 0) cut(node, nodes_[node].run.length, 0);
-      if (nodes_[node].first_child >= 0) {
-        node = nodes_[node].first_child;
-        continue;
-      }
-      while (node != each.node && nodes_[node].next_sibling < 0) node = nodes_[node].parent;
-      if (node == each.node) break;
-      node = nodes_[node].next_sibling;
-    }
+    int32_t above = each.node;
+    while (!nodes_[above].is_root() && !nodes_[above].is_lost && !is_top.contains(above)) above = nodes_[above].parent;
+    if (!nodes_[above].is_root()) continue;
+    is_top.insert(each.node);
+    tops.push_back(each);
   }
+  // What nobody protects goes, and of the rest it is noted that it is lost. All that may fail comes first.
+  begin_plan(false);
+  for (const Found& top : tops) {
+    for_subtree(top.node, [&](int32_t node) {
+      if (nodes_[node].locks > 0) return;
+      cut(node, nodes_[node].run.length, node == top.node ? math_.first_slot(top.page) : 0);
+    });
+  }
+  std::reverse(cuts_.begin(), cuts_.end());  // children before their parents
   std::vector<int32_t*> columns;
   freed.resize(windows_.size());
   for (size_t c = 0; c < freed.size(); ++c) {
     freed[c].resize(static_cast<size_t>(sizes_.columns[c]));
     columns.push_back(freed[c].data());
   }
-  std::reverse(cuts_.begin(), cuts_.end());  // children before their parents
   std::vector<int32_t> states(static_cast<size_t>(sizes_.states));
-  std::vector<std::pair<int32_t, int64_t>> above;  // what the cut runs continued, by node and number
+  std::vector<std::pair<int32_t, int64_t>> rests;  // what the cut runs leave, or continued, by node and number
+  rests.reserve(cuts_.size());
+  reserve(static_cast<int64_t>(tops.size()), static_cast<int64_t>(tops.size()));
+  events_.reserve(events_.size() + cut_events_.size());
+  for (const Found& top : tops) {
+    if (nodes_[top.node].locks == 0) continue;
+    if (top.page > 0) split(top.node, nodes_[top.node].begin + math_.first_slot(top.page));
+    nodes_[top.node].is_lost = true;
+    ++num_lost_;
+    // Matches made before must not find it: other numbers, another family.
+    for_subtree(top.node, [&](int32_t node) {
+      nodes_[node].number = next_number_++;
+      nodes_[node].family = next_family_++;
+    });
+  }
   for (const Cut& cut : cuts_) {
-    const int32_t parent = nodes_[cut.node].parent;
-    if (!nodes_[parent].is_root()) above.emplace_back(parent, nodes_[parent].number);
+    const int32_t rest = cut.to > 0 ? cut.node : nodes_[cut.node].parent;
+    if (!nodes_[rest].is_root()) rests.emplace_back(rest, nodes_[rest].number);
   }
   carry_out(columns, states.data());
   if (set_of_.empty() || has_full_) return;
-  for (const auto& [node, number] : above) {
+  for (const auto& [node, number] : rests) {
     if (nodes_[node].number == number) prune(node);
   }
 }

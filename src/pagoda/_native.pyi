@@ -241,6 +241,7 @@ class ManagerCore:
         namespace: bytes | str = b"",
         extra_keys: Sequence[ExtraKey] = (),
         reserve: int | None = None,
+        cached: bool = True,
     ) -> bool: ...
     def admit(
         self,
@@ -249,6 +250,7 @@ class ManagerCore:
         namespace: bytes | str = b"",
         extra_keys: Sequence[ExtraKey] = (),
         reserve: int | None = None,
+        cached: bool = True,
     ) -> Admitted: ...
     def hit(
         self, tokens: IdsLike, *, namespace: bytes | str = b"", extra_keys: Sequence[ExtraKey] = ()

@@ -64,6 +64,8 @@ class RowModel:
     ends: list[int]  # a group: pages it has in its table
     steps: list[int]
     drops: int  # of its namespace, before it came
+    named: int  # the last step whose delta names it: its table is written, or its pages are copied
+    is_cached: bool = True  # finds what is cached, and what it commits is
     num_duplicates: int = 0
     is_bad: bool = False  # reads pages that were invalidated
 
@@ -81,6 +83,8 @@ class CachedPage:
 
 @dataclass
 class Waiting:
+    """What a row left. Steps up to `fence` may use it."""
+
     fence: int
     path: list[int]
     own: list[int]
@@ -98,6 +102,7 @@ class Model:
     cached: dict[int, CachedPage] = field(default_factory=dict)
     waiting: list[Waiting] = field(default_factory=list)
     step: int = 1
+    passed: int = 0
     clock: int = 0
     admitted: int = 0
     admitted_tokens: int = 0
@@ -124,10 +129,11 @@ class Model:
     def counts(self, g: int) -> tuple[int, int, int, int, int]:
         """Pages of a group: free, evictable, leased, running, waiting."""
         n = self.columns(g)
-        leased = sum(page.num_leases > 0 for page in self.cached.values()) * n
-        evictable = len(self.cached) * n - leased
+        leased = len({key for row in self.rows.values() for key in row.path}) * n
+        evictable = sum(page.num_leases == 0 for page in self.cached.values()) * n
         running = sum(self.own(row, g) for row in self.rows.values())
-        waiting = sum(it.own[g] for it in self.waiting)
+        # What only rows that ended have leased waits as what was theirs alone.
+        waiting = sum(it.own[g] for it in self.waiting) + len(self.cached) * n - leased - evictable
         return (
             self.groups[g].total - evictable - leased - running - waiting,
             evictable,
@@ -177,14 +183,23 @@ class Model:
         needed = [group.pages_for(target) - hit // group.page_tokens for group in self.groups]
         return needed, sum(self.cached[key].num_leases == 0 for key in path)
 
-    def can_admit(self, space: bytes, ranges: Ranges, tokens: list[int], reserve: int | None) -> bool:
-        path = self.hit_path(space, ranges, tokens)
+    def can_admit(
+        self, space: bytes, ranges: Ranges, tokens: list[int], reserve: int | None, is_cached: bool
+    ) -> bool:
+        path = self.hit_path(space, ranges, tokens) if is_cached else []
         hit = len(path) * self.resume_step
         needed, locked = self.admission(path, len(tokens) if reserve is None else hit + reserve)
         return self.free_rows() > 0 and self.has_room(needed, self.watermark, locked)
 
     def admit(
-        self, number: int, space: bytes, ranges: Ranges, tokens: list[int], hit: int, reserved: int
+        self,
+        number: int,
+        space: bytes,
+        ranges: Ranges,
+        tokens: list[int],
+        hit: int,
+        reserved: int,
+        is_cached: bool,
     ) -> RowModel:
         """`hit` is what the manager said: with windows the model takes its word."""
         assert number not in self.rows
@@ -205,6 +220,8 @@ class Model:
             ends,
             [0] * hit,
             self.contents.drops.get(space, 0),
+            self.step,
+            is_cached,
         )
         self.rows[number] = row
         self.admitted += 1
@@ -238,16 +255,20 @@ class Model:
         for number, n in zip(numbers, counts, strict=True):
             row = self.rows[number]
             row.reserved += n
-            row.ends = [
+            ends = [
                 max(end, group.pages_for(row.reserved))
                 for end, group in zip(row.ends, self.groups, strict=True)
             ]
+            if ends != row.ends:
+                row.ends, row.named = ends, self.step
 
     def commit(self, number: int, n: int) -> list[int]:
         """The tokens to say."""
         row = self.rows[number]
         tokens = row.known[row.committed : row.committed + n]
         row.committed += n
+        if not row.is_cached:
+            return tokens
         keys = self.values(row, row.committed)[self.resume_step - 1 :: self.resume_step]
         for depth in range(len(row.path), len(keys)):
             key = keys[depth]
@@ -264,12 +285,16 @@ class Model:
         del row.known[max(len(row.prompt), row.reserved) :]
 
     def release(self, number: int) -> None:
+        """It is no part of the step being planned. Only that step's delta can still name it."""
         row = self.rows.pop(number)
         own = [self.own(row, g) for g in range(len(self.groups))]
-        self.waiting.append(Waiting(self.step, row.path, own))
+        last = self.step if row.named == self.step else self.step - 1
+        self.waiting.append(Waiting(last, row.path, own))
+        self.pass_fence(self.passed)
 
     def fork(self, number: int, children: list[int]) -> None:
         parent = self.rows[number]
+        parent.named = self.step
         n, stored = len(children), len(parent.path)
         if self.is_exact:
             self.make_room(self.fork_needs(number, n))
@@ -291,6 +316,7 @@ class Model:
                 ends,
                 parent.steps[: parent.committed],
                 parent.drops,
+                self.step,
             )
 
     def fork_needs(self, number: int, n: int) -> list[int]:
@@ -304,12 +330,14 @@ class Model:
         return self.free_rows() >= n and self.has_room(self.fork_needs(number, n), 0)
 
     def pass_fence(self, fence: int) -> None:
-        while self.waiting and self.waiting[0].fence <= fence:
+        self.passed = max(self.passed, fence)
+        gone = sorted((it for it in self.waiting if it.fence <= fence), key=lambda it: it.fence)
+        self.waiting = [it for it in self.waiting if it.fence > fence]
+        for waiting in gone:
             self.clock += 1
             if not self.is_exact:
-                self.waiting.pop(0)
                 continue
-            for key in self.waiting.pop(0).path:
+            for key in waiting.path:
                 page = self.cached[key]
                 page.num_leases -= 1
                 page.used = self.clock if page.num_leases == 0 else page.used
@@ -321,6 +349,8 @@ class Model:
         mine = self.contents.of(space, ranges, tokens[:-1])
         best, length = set(), hit
         for number, row in self.rows.items():
+            if not row.is_cached:
+                continue
             theirs = self.contents.of(row.space, row.ranges, row.prompt[: row.reserved])
             same = sum(a == b for a, b in zip(mine, theirs, strict=False))
             same -= same % self.resume_step

@@ -138,12 +138,13 @@ class ManagerMachine(RuleBasedStateMachine):
     def admit(self, data: st.DataObject, space: bytes, part: int) -> None:
         tokens, ranges = self.sequence(data)
         reserve = data.draw(st.integers(0, 2 * self.size)) if part == 0 else None
-        given = {"namespace": space, "extra_keys": ranges, "reserve": reserve}
+        is_cached = data.draw(st.integers(0, 9)) > 0
+        given = {"namespace": space, "extra_keys": ranges, "reserve": reserve, "cached": is_cached}
         model, manager = self.model, self.manager
         found = manager.pending(tokens, namespace=space, extra_keys=ranges)
         said = manager.can_admit(tokens, **given)
         if model.is_exact:
-            assert said == model.can_admit(space, ranges, tokens, reserve)
+            assert said == model.can_admit(space, ranges, tokens, reserve, is_cached)
         if not said:
             self.fails(CapacityError, lambda: manager.admit(tokens, **given))
             return
@@ -152,21 +153,22 @@ class ManagerMachine(RuleBasedStateMachine):
         expected = model.pending(space, ranges, tokens, exact) if model.is_exact else None
         got = manager.admit(np.array(tokens, dtype=np.int32), **given)
         assert got.hit % self.size == 0
-        assert sure <= got.hit < len(tokens)
+        assert got.hit < len(tokens)
+        assert got.hit >= sure if is_cached else got.hit == 0
         assert got.reserved == (len(tokens) if reserve is None else got.hit + reserve)
         assert got.cuts.tolist() == []
         if expected is not None:
-            assert got.hit == exact
+            assert got.hit == (exact if is_cached else 0)
             # Two requests with other extra keys may share tokens before them; nobody has to see that.
             if found is not None:
                 assert (found.row in expected[0], found.length) == (True, expected[1])
             elif expected[0]:
                 assert all(model.rows[number].ranges != ranges for number in expected[0])
         elif found is not None:
-            assert found.length > got.hit
+            assert found.length > got.hit or not is_cached
             assert found.length < len(tokens)
             self.is_to_come(found)
-        row = model.admit(got.row, space, ranges, tokens, got.hit, got.reserved)
+        row = model.admit(got.row, space, ranges, tokens, got.hit, got.reserved, is_cached)
         self.copied.pop(got.row, None)
         self.expect(got.row, row, [0] * len(model.groups), got.hit)
         if not model.is_exact or part != 0:
@@ -292,6 +294,9 @@ class ManagerMachine(RuleBasedStateMachine):
         """Also of a row that was itself forked in this step."""
         number = self.a_row(data)
         model, before = self.model, self.manager.stats()
+        if not model.rows[number].is_cached:
+            self.fails(ArgumentError, lambda: self.manager.fork(number, n), "not cached")
+            return
         can = model.can_fork(number, n)
         refusals = (CapacityError, ArgumentError) if model.is_blurred else CapacityError
         try:
@@ -329,7 +334,7 @@ class ManagerMachine(RuleBasedStateMachine):
         fresh = self.apply(delta)
         touched: list[set[int]] = [set() for _ in model.groups]
         for g, (sources, targets) in enumerate(delta.copies):
-            assert not set(sources.tolist()) & set(targets.tolist())
+            assert not set(sources.tolist()) & (set(targets.tolist()) | fresh[g])
             touched[g] |= {*sources.tolist(), *targets.tolist()}
         for number, row in model.rows.items():
             begin, end = row.computed, min(row.reserved, row.computed + self.chunk)
@@ -440,6 +445,26 @@ class ManagerMachine(RuleBasedStateMachine):
         number = self.a_row(data)
         self.ends(number, [number])
         self.cycle(data, self.k + 1)
+
+    @precondition(lambda self: len(self.model.rows) > 1)
+    @rule(data=st.data(), space=namespaces, n=st.integers(0, 2), is_named=st.integers(0, 2))
+    def preempt(self, data: st.DataObject, space: bytes, n: int, is_named: int) -> None:
+        """One goes, and in the same step others take its pages and somebody new its row."""
+        self.cycle(data, 1)
+        if not is_named:
+            self.decode()
+        number = self.a_row(data)
+        self.ends(number, [number])
+        self.holds()
+        for _ in range(n):
+            if self.model.rows:
+                self.decode()
+        self.admit(data, space, 1)
+        self.holds()
+        if self.model.rows and data.draw(st.booleans()):
+            self.release(data)
+            self.admit(data, space, 1)
+        self.run_step(data)
 
     @precondition(lambda self: self.model.step > 3)
     @rule(space=namespaces, is_meant=st.integers(0, 3))

@@ -15,19 +15,21 @@ pytestmark = pytest.mark.xdist_group("fuzz")  # built once
 
 
 # A program of native/fuzz and the files of native/core it runs.
+TREE = [
+    "extra_keys",
+    "prefix_tree",
+    "prefix_tree_find",
+    "prefix_tree_insert",
+    "prefix_tree_lease",
+    "prefix_tree_removal",
+    "prefix_tree_view",
+    "runs",
+    "scan",
+]
 PROGRAMS = {
     "fuzz": ["free_list", "page_table"],
-    "fuzz_tree": [
-        "extra_keys",
-        "prefix_tree",
-        "prefix_tree_find",
-        "prefix_tree_insert",
-        "prefix_tree_lease",
-        "prefix_tree_removal",
-        "prefix_tree_view",
-        "runs",
-        "scan",
-    ],
+    "fuzz_tree": TREE,
+    "fuzz_memory": [*TREE, "free_list", "manager", "manager_grow", "manager_view"],
 }
 FLAGS = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-fno-sanitize-recover=all"]
 SANITIZE = "-fsanitize=address,undefined"
@@ -88,6 +90,10 @@ MISTAKES = [
     ("fuzz_tree", "core/prefix_tree.cpp", "up.locks = low.locks > 0 ? 1 : 0;", "up.locks = low.locks;"),
     ("fuzz_tree", "core/prefix_tree_lease.cpp", "at.used = cold_;", ""),
     ("fuzz_tree", "core/prefix_tree_removal.cpp", "at.is_trimmed = true;", ""),
+    ("fuzz_memory", "core/prefix_tree_removal.cpp", "rests.reserve(cuts_.size());", ""),
+    ("fuzz_memory", "core/manager.cpp", "waiting_.reserve(num_rows, is_touched);", ""),
+    ("fuzz_memory", "core/manager.cpp", "abandon(number, num_writes);", ""),
+    ("fuzz_memory", "core/manager_grow.cpp", "tree_.reserve_leases(n);", ""),
 ]
 
 

@@ -222,6 +222,21 @@ def test_an_error_names_the_group_and_changes_nothing():
     manager.check()
 
 
+def test_an_error_says_who_holds_the_most():
+    manager = make(pages=10)
+    for n, begin in ((4, 0), (20, 50), (8, 100), (8, 150)):
+        manager.admit(tokens(n, begin))
+    with pytest.raises(CapacityError, match=r"; rows 2 \(5 pages\), 3 \(2\), 4 \(2\) hold the most\)"):
+        manager.reserve(1, 4)
+    end_step(manager)
+    manager.release([2, 3, 4])
+    with pytest.raises(CapacityError, match=r"; row 1 \(1 page\) holds the most\)"):
+        manager.reserve(1, 44)
+    manager.release(1)
+    with pytest.raises(CapacityError, match="0 waiting for a fence\\): 11 wanted, 10 free of 10"):
+        manager.admit(tokens(44))
+
+
 # Growing
 
 
@@ -324,23 +339,142 @@ def test_a_rollback_keeps_pages_for_what_is_reserved_next():
 # Ending
 
 
-def test_what_is_freed_waits_for_the_fence_of_the_current_step():
-    manager = make(pages=3)
-    row = manager.admit(tokens(10)).row
-    compute(manager, row, tokens(10))
+def two_rows_that_fill_it() -> Manager:
+    """Rows 1 and 2 have committed two pages each, of four; step 1 is taken."""
+    manager = make(pages=4, num_rows=2)
+    for begin in (0, 100):
+        manager.admit(tokens(8, begin))
     manager.take_delta()
-    assert manager.step == 2
-    manager.release(row)
-    assert group(manager)[2:] == (0, 0, 2, 0, 1)  # cached pages stay leased
-    manager.take_delta()
+    manager.commit([1, 2], [*tokens(8), *tokens(8, 100)], [8, 8])
+    return manager
+
+
+def test_who_preempts_when_nothing_is_in_flight_has_pages_and_row_at_once():
+    manager = two_rows_that_fill_it()
     manager.pass_fence(1)
-    assert not manager.can_admit([99])
-    manager.pass_fence(2)
-    assert group(manager)[2:] == (1, 2, 0, 0, 0)
-    assert manager.can_admit(tokens(12, 50))
+    assert manager.can_reserve(1) == 0
+    manager.release(2)
+    assert group(manager)[2:] == (0, 2, 2, 0, 0)
+    assert manager.can_reserve(1) == 1
+    manager.reserve(1)
+    assert manager.admit([7]).row == 2
+    assert group(manager)[2:] == (0, 0, 2, 2, 0)
+    delta = manager.take_delta()
+    assert len(set(delta.index.tolist())) == delta.num_writes == 2
+    manager.check()
+
+
+def test_what_is_freed_waits_for_the_steps_in_flight():
+    manager = two_rows_that_fill_it()
+    manager.release(2)
+    assert group(manager)[2:] == (0, 0, 2, 0, 2)  # cached, and nobody who runs reads them
+    assert manager.can_reserve(1) == 0
+    with pytest.raises(CapacityError, match="2 leased, 0 of running rows, 2 waiting for a fence"):
+        manager.reserve(1)
+    with pytest.raises(CapacityError, match=r"rows \(1 running, 1 waiting for a fence\)"):
+        manager.admit([7])
+    manager.take_delta()
+    assert not manager.can_admit([7])
+    manager.pass_fence(1)
+    assert group(manager)[2:] == (0, 2, 2, 0, 0)
+    assert manager.admit([7]).row == 2
     with pytest.raises(ArgumentError, match="has not been taken"):
         manager.pass_fence(3)
     manager.pass_fence(1)  # known already
+    manager.check()
+
+
+def test_pages_that_others_lease_too_do_not_wait():
+    manager = make(pages=9)
+    a, b = (manager.admit(tokens(10)).row for _ in range(2))
+    manager.take_delta()
+    compute(manager, a, tokens(10))
+    compute(manager, b, tokens(10))  # two pages it has twice, and leases those of a
+    manager.release(a)
+    assert group(manager)[2:] == (3, 0, 2, 3, 1)
+    manager.release(b)
+    assert group(manager)[2:] == (3, 0, 0, 0, 6)
+    manager.pass_fence(1)
+    assert group(manager)[2:] == (7, 2, 0, 0, 0)
+
+
+def test_what_the_step_names_waits_for_the_step():
+    """A row that got a page in it, and one that only got a place in a page it had."""
+    manager = make(pages=6)
+    a, b = manager.admit(tokens(4)).row, manager.admit(tokens(3, 50)).row
+    end_step(manager)
+    manager.reserve([a, b])
+    manager.release(a)
+    assert group(manager)[2:] == (3, 0, 0, 1, 2)
+    manager.release(b)
+    assert group(manager)[2:] == (4, 0, 0, 0, 2)
+    assert manager.stats().waiting_rows == 1
+    manager.take_delta()
+    manager.pass_fence(1)
+    assert manager.stats().waiting_rows == 1
+    manager.pass_fence(2)
+    assert group(manager).free == 6
+    assert manager.stats().waiting_rows == 0
+
+
+def test_an_earlier_fence_may_be_asked_for_after_a_later_one():
+    """The first waits for step 2, which names it, the second for step 1: the second is free first."""
+    manager = make(FULL, window(8))
+    a, b = (manager.admit(tokens(8, begin)).row for begin in (0, 50))
+    manager.take_delta()
+    for row, begin in ((a, 0), (b, 50)):
+        compute(manager, row, tokens(8, begin))
+    manager.reserve(a)
+    manager.release(a)
+    manager.release(b)
+    assert manager.stats().waiting_rows == 2
+    for name in ("full", "window"):
+        assert group(manager, name)[2:] == (15, 0, 0, 0, 5)
+    manager.pass_fence(1)
+    assert manager.stats().waiting_rows == 1
+    for name in ("full", "window"):
+        assert group(manager, name)[2:] == (15, 2, 0, 0, 3)
+    manager.check()
+    end_step(manager)
+    for name in ("full", "window"):
+        assert group(manager, name)[2:] == (16, 4, 0, 0, 0)
+    manager.check()
+
+
+def test_a_row_that_comes_and_goes_in_one_step_is_not_there_for_another():
+    manager = make(num_rows=2)
+    end_step(manager)
+    first = manager.admit(tokens(9)).row
+    pages = set(manager.pages(first, "full").tolist())
+    manager.release(first)
+    second = manager.admit(tokens(9, 50)).row
+    assert second != first
+    assert not pages & set(manager.pages(second, "full").tolist())
+    assert not manager.can_admit([1])
+    delta = manager.take_delta()
+    assert len(set(delta.index.tolist())) == delta.num_writes == 6
+    manager.pass_fence(2)
+    assert manager.admit([1]).row == first
+
+
+def test_the_source_of_a_copy_is_nobodys_until_the_step_is_over():
+    manager = make(pages=4, num_rows=4)
+    parent = manager.admit(tokens(6)).row
+    compute(manager, parent, tokens(6))
+    end_step(manager)
+    source = int(manager.pages(parent, "full")[1])
+    (child,) = manager.fork(parent).tolist()
+    manager.release(parent)
+    assert group(manager)[2:] == (1, 0, 1, 1, 1)
+    (other,) = manager.fork(child).tolist()  # what it copies is still where its parent's parent had it
+    with pytest.raises(CapacityError):
+        manager.admit([9])
+    delta = end_step(manager)
+    ((sources, targets),) = delta.copies
+    assert sources.tolist() == [source] * 2
+    assert source not in [*targets.tolist(), *delta.page_ids.tolist()]
+    assert manager.admit([9]).row == parent
+    assert len({int(manager.pages(row, "full")[-1]) for row in (parent, child, other)} | {source}) == 3
     manager.check()
 
 
@@ -354,6 +488,39 @@ def test_a_cancelled_prefill_leaves_what_was_committed():
     end_step(manager)
     assert (group(manager).free, group(manager).evictable) == (18, 2)
     assert manager.admit(tokens(20)).hit == 8
+
+
+# Requests that are not cached
+
+
+def test_a_request_that_is_not_cached_neither_finds_nor_leaves_anything():
+    manager = make(FULL, window(4), pages=4)
+    cache(manager, tokens(8))
+    assert manager.hit(tokens(12)) == 8
+    assert not manager.can_admit(tokens(20), cached=False)  # five pages
+    assert manager.can_admit(tokens(20)) is False  # two are its hit
+    with pytest.raises(CapacityError):
+        manager.admit(tokens(20), cached=False)
+    got = manager.admit([*tokens(4), *tokens(8, 50)], cached=False)
+    assert (got.hit, got.reserved) == (0, 12)
+    assert manager.pending([*tokens(4), *tokens(8, 50)]) is None
+    end_step(manager)
+    compute(manager, got.row, [*tokens(4), *tokens(8, 50)])
+    assert manager.stored(got.row).tolist() == [0]
+    assert manager.first_pages(got.row, "window").tolist() == [2]
+    assert group(manager, "window").running == 1  # those before the window are free
+    with pytest.raises(ArgumentError, match="not cached"):
+        manager.fork(got.row)
+    manager.check()
+    manager.release(got.row)
+    assert manager.hit([*tokens(4), *tokens(8, 50)]) == manager.hit(tokens(5)) == 4
+    assert all(it.running == it.leased == it.waiting == 0 for it in manager.stats().groups)
+    for bad in (None, 1, "yes"):
+        with pytest.raises(ArgumentError, match="cached"):
+            manager.admit([1], cached=bad)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="cached"):
+            manager.can_admit([1], cached=bad)  # type: ignore[arg-type]
+    manager.check()
 
 
 # Forks
@@ -472,6 +639,25 @@ def test_pending_promises_nothing_that_went_another_way():
     assert manager.pending(tokens(16)) is None
 
 
+def test_a_prompt_is_kept_until_it_is_computed_or_went_another_way():
+    """`check` sees prompts that nobody needs any more."""
+    manager = make(pages=30)
+    row = manager.admit(tokens(16)).row
+    compute(manager, row, tokens(6))
+    child, other = manager.fork(row, 2).tolist()
+    manager.reserve([child, other], 10)
+    assert manager.pending(tokens(20)) == (row, 16)
+    compute(manager, other, [99])
+    manager.check()
+    manager.release(row)
+    assert manager.pending(tokens(20)) == (child, 16)
+    compute(manager, child, tokens(16), 6)
+    manager.reserve(child)
+    compute(manager, child, [16])
+    assert manager.pending(tokens(20)) is None
+    manager.check()
+
+
 def test_bad_pages_above_and_below_each_other_are_forgotten_once():
     """A page of a prompt and pages of what two others continue it with, the deepest stored first."""
     manager = make(pages=40)
@@ -543,6 +729,49 @@ def test_pages_of_a_window_are_given_up_while_the_request_runs():
     assert group(manager).leased == 8
     assert manager.first_pages(row, "window").tolist() == [(32 - 6 + 1) // 4]
     assert manager.pages(row, "window")[:6].tolist() == [0] * 6
+    manager.check()
+
+
+def test_pages_that_left_a_window_wait_for_the_steps_in_flight():
+    """The next query is at 12: positions 9, 10 and 11 are read, which lie in the third page."""
+    for is_in_flight in (False, True):
+        manager = make(FULL, window(4), pages=8)
+        row = manager.admit(tokens(12)).row
+        manager.take_delta()
+        if not is_in_flight:
+            manager.pass_fence(1)
+        compute(manager, row, tokens(12))
+        assert group(manager, "window")[2:] == ((5, 0, 1, 0, 2) if is_in_flight else (5, 2, 1, 0, 0))
+        manager.pass_fence(1)
+        assert group(manager, "window")[2:] == (5, 2, 1, 0, 0)
+        manager.check()
+
+
+@pytest.mark.parametrize("how", ["drop", "invalidate"])
+@pytest.mark.parametrize("is_over", [False, True])
+def test_pages_of_a_window_that_nobody_finds_go_first(how: str, is_over: bool):
+    """Of a prompt of 16 tokens, what resumes at 8 reads the first two pages, and at 16 the last two."""
+    manager = Manager(Layout([FULL, window(8)], 4), {"full": 30, "window": 8}, num_rows=4, max_tokens=64)
+    live, dead = tokens(16), tokens(16, 100)
+    cache(manager, live, namespace=b"live")
+    row = manager.admit(dead, namespace=b"dead").row
+    compute(manager, row, dead)
+    end_step(manager)
+    if how == "drop":
+        manager.drop(b"dead")
+    else:
+        assert manager.invalidate("full", manager.pages(row, "full")[:1]).tolist() == [row]
+    manager.check()
+    if is_over:
+        manager.release(row)
+    # The dead have four pages, of which a row that still runs reads two.
+    new = manager.admit(tokens(16 if is_over else 8, 200))
+    manager.check()
+    assert manager.hit([*live[:8], 99], namespace=b"live") == 8
+    assert manager.hit([*live, 99], namespace=b"live") == 16
+    manager.reserve(new.row, 4)  # one page more: now the coldest of the living goes
+    assert manager.hit([*live[:8], 99], namespace=b"live") == 0
+    assert manager.hit([*live, 99], namespace=b"live") == 16
     manager.check()
 
 

@@ -24,9 +24,9 @@ class Manager(ManagerCore):
     raises and changes nothing; each adds to the step's delta, which `take_delta` gives. Several threads may
     call.
 
-    Memory: 5 bytes for each page that a row uses, 4 for each token of a running prompt, 13 for each page of a
-    window, and the tree's. Errors: ConfigError, also for layouts with states or sinks, which are not planned
-    yet."""
+    Memory: 5 bytes for each page that a row uses, 4 for each token of a prompt until it is computed, 13 for
+    each page of a window, 4 for each that a fork copied to, and the tree's. Errors: ConfigError, also for
+    layouts with states or sinks, which are not planned yet."""
 
     layout: Layout
     num_groups: int
@@ -73,7 +73,7 @@ class Manager(ManagerCore):
         return Delta.trusted(self._take_packed(), self.num_groups)
 
     def stats(self) -> Stats:
-        """Pages by group, rows, hits so far. O(groups)."""
+        """Pages by group, rows, hits so far. O(groups), and what waits for a fence."""
         groups, *rest = self._counts()
         return Stats(tuple(GroupStats(*group) for group in groups), *rest)
 

@@ -16,7 +16,7 @@ class GroupStats(NamedTuple):
     evictable: int  # cached, and nobody reads them
     leased: int  # cached, and running requests read them
     running: int  # of running requests, not cached
-    waiting: int  # freed, and a fence has not passed
+    waiting: int  # given up by requests that ended, and a fence has not passed; some of them cached
 
 
 class Stats(NamedTuple):

@@ -1,0 +1,294 @@
+// Random calls on a manager whose memory runs out, for a build with ASan and UBSan.
+//
+//     fuzz_memory SEED STEPS
+//
+// Each call is made with memory for no allocation, for one, for two, until it is enough. As long as it is not, the call
+// has to throw and change nothing; only what is cached may have become less, where a call evicts. A commit does its
+// rows one after the other, each wholly or not at all. Prints "ok" and ends with 0, or says which call did not and ends
+// with 1.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <new>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/manager.hpp"
+
+namespace {
+
+int64_t g_left = -1;  // allocations before memory runs out; -1: it does not
+
+}  // namespace
+
+void* operator new(size_t size) {
+  if (g_left == 0) throw std::bad_alloc();
+  if (g_left > 0) --g_left;
+  void* p = std::malloc(std::max<size_t>(size, 1));
+  if (p == nullptr) throw std::bad_alloc();
+  return p;
+}
+void operator delete(void* p) noexcept { std::free(p); }
+void operator delete(void* p, size_t) noexcept { std::free(p); }
+
+namespace {
+
+using namespace pagoda;
+using Tokens = std::vector<int32_t>;
+
+int64_t g_step = 0;
+
+void require(bool holds, const char* call, const char* what) {
+  if (holds) return;
+  std::printf("step %lld: %s: %s\n", static_cast<long long>(g_step), call, what);
+  std::exit(1);
+}
+
+struct Request {
+  int32_t row;
+  Tokens prompt;
+};
+
+class Fuzz {
+ public:
+  explicit Fuzz(uint64_t seed) : random_(seed), manager_(specs(), kRows, kTokens, below(2), 0) {
+    manager_.tree().listen(below(2) == 0);
+  }
+
+  void step() {
+    switch (below(10)) {
+      case 0:
+      case 1:
+        return admit();
+      case 2:
+      case 3:
+        return grow();
+      case 4:
+        return commit();
+      case 5:
+        return fork();
+      case 6:
+        return release();
+      case 7:
+        return below(3) == 0 ? forget() : end_step();
+      default:
+        return end_step();
+    }
+  }
+
+  int64_t num_failures() const { return num_failures_; }
+
+ private:
+  static constexpr int64_t kRows = 7, kTokens = 60;
+
+  int64_t below(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
+
+  std::vector<GroupSpec> specs() {
+    switch (below(4)) {
+      case 0:
+        return {{"full", 4, 0, 40}};
+      case 1:
+        return {{"full", 2, 0, 80}, {"window", 4, 6, 24}};
+      case 2:
+        return {{"window", 4, 6, 30}};
+      default:
+        return {{"window", 2, 5, 50}, {"full", 4, 0, 40}, {"latent", 2, 0, 80}};
+    }
+  }
+
+  // What a caller can see. Cached pages that nobody reads are told apart from free ones only if `is_whole`.
+  std::vector<int64_t> seen(bool is_whole) const {
+    const Manager::Stats stats = manager_.stats();
+    std::vector<int64_t> all{manager_.step(), stats.rows, stats.waiting_rows, manager_.delta_size(), stats.admitted};
+    for (int64_t g = 0; g < manager_.num_groups(); ++g) {
+      const Manager::Pages pages = manager_.pages(manager_.group(g));
+      all.insert(all.end(), {pages.free + pages.evictable, pages.leased, pages.running, pages.waiting});
+      if (is_whole) all.push_back(pages.evictable);
+      for (const Request& request : running_) {
+        const int32_t* entries = manager_.group(g).entries(request.row);
+        const int64_t first = manager_.first_page(request.row, g);
+        all.insert(all.end(), entries + first, entries + manager_.end_page(request.row, g));
+      }
+    }
+    for (const Request& request : running_) {
+      const Manager::Lengths lengths = manager_.lengths(request.row);
+      all.insert(all.end(), {lengths.reserved, lengths.committed, lengths.stored});
+    }
+    if (!is_whole) return all;
+    for (const NodeInfo& node : manager_.tree().nodes(1 << 20, 1 << 20, nullptr)) {
+      all.insert(all.end(), {node.begin, node.end, node.leases, node.is_dropped});
+      all.insert(all.end(), node.tokens.begin(), node.tokens.end());
+      for (const auto& column : node.columns) all.insert(all.end(), column.begin(), column.end());
+    }
+    return all;
+  }
+
+  // Whether the call did it, once there was memory for it.
+  template <typename Call>
+  bool call(const char* name, bool may_evict, Call make) {
+    for (int64_t memory = 0;; ++memory) {
+      const std::vector<int64_t> before = seen(!may_evict);
+      try {
+        g_left = memory;
+        make();
+        g_left = -1;
+        manager_.check();
+        manager_.tree().take_events();
+        return true;
+      } catch (const std::bad_alloc&) {
+        g_left = -1;
+        ++num_failures_;
+        manager_.check();
+        require(seen(!may_evict) == before, name, "ran out of memory and changed something");
+      } catch (const OutOfIds&) {
+        g_left = -1;
+        require(seen(!may_evict) == before, name, "failed and changed something");
+        return false;
+      }
+    }
+  }
+
+  void admit() {
+    Tokens prompt;
+    if (!running_.empty() && below(2) == 0) prompt = running_[static_cast<size_t>(below(num_running()))].prompt;
+    for (int64_t n = 1 + below(14); n > 0; --n) prompt.push_back(static_cast<int32_t>(below(2)));
+    prompt.resize(std::min<size_t>(prompt.size(), kTokens - 8));
+    const std::string space = below(4) == 0 ? "a name that is too long to be kept in place" : "";
+    const std::vector<KeyRange> ranges{{0, 3, "another name that is too long to be kept in place"}};
+    const Sequence sequence{
+        space, {prompt.data(), static_cast<int64_t>(prompt.size())}, below(5) == 0 ? &ranges : nullptr};
+    const bool is_cached = below(6) > 0;
+    Manager::Admitted got{};
+    if (call("admit", true, [&] { got = manager_.admit(sequence, -1, is_cached); })) {
+      running_.push_back({static_cast<int32_t>(got.row), prompt});
+    }
+  }
+
+  void grow() {
+    Tokens rows;
+    for (const Request& request : running_) {
+      if (manager_.lengths(request.row).reserved + 6 <= kTokens && below(3) > 0) rows.push_back(request.row);
+    }
+    const Counts counts{{nullptr, 0}, 1 + below(6), false};
+    call("reserve", true, [&] { manager_.reserve({rows.data(), static_cast<int64_t>(rows.size())}, counts); });
+  }
+
+  void commit() {
+    Tokens rows, tokens, counts, ends;
+    for (Request& request : running_) {
+      const Manager::Lengths lengths = manager_.lengths(request.row);
+      const int64_t n = below(lengths.reserved - lengths.committed + 1), end = lengths.committed + n;
+      while (static_cast<int64_t>(request.prompt.size()) < end) {
+        request.prompt.push_back(static_cast<int32_t>(below(2)));
+      }
+      rows.push_back(request.row);
+      counts.push_back(static_cast<int32_t>(n));
+      ends.push_back(static_cast<int32_t>(end));
+      tokens.insert(tokens.end(), request.prompt.begin() + lengths.committed, request.prompt.begin() + end);
+    }
+    const auto view = [](const Tokens& all, size_t from) {
+      return Ids{all.data() + from, static_cast<int64_t>(all.size() - from)};
+    };
+    size_t done = 0, said = 0;
+    for (int64_t memory = 0; done < rows.size(); ++memory) {
+      const std::vector<int64_t> before = seen(true);
+      try {
+        g_left = memory;
+        manager_.commit(view(rows, done), view(tokens, said), {view(counts, done), 0, true});
+        g_left = -1;
+        done = rows.size();
+      } catch (const std::bad_alloc&) {
+        g_left = -1;
+        ++num_failures_;
+        const size_t first = done;
+        while (done < rows.size() && manager_.lengths(rows[done]).committed == ends[done]) {
+          said += static_cast<size_t>(counts[done++]);
+        }
+        require(done > first || seen(true) == before, "commit", "ran out of memory and changed something");
+      }
+      manager_.check();
+    }
+    manager_.tree().take_events();
+  }
+
+  void fork() {
+    if (running_.empty()) return;
+    const Request& parent = running_[static_cast<size_t>(below(num_running()))];
+    const int64_t n = 1 + below(3);
+    int32_t rows[3];
+    bool is_done = false;
+    try {
+      is_done = call("fork", true, [&] { manager_.fork(parent.row, n, rows); });
+    } catch (const BadArgument&) {  // it is not cached
+      g_left = -1;
+    }
+    const Tokens prompt = parent.prompt;
+    for (int64_t i = 0; is_done && i < n; ++i) running_.push_back({rows[i], prompt});
+  }
+
+  void release() {
+    Tokens rows;
+    std::vector<Request> rest;
+    for (const Request& request : running_) {
+      if (below(3) == 0) {
+        rows.push_back(request.row);
+      } else {
+        rest.push_back(request);
+      }
+    }
+    call("release", false, [&] { manager_.release({rows.data(), static_cast<int64_t>(rows.size())}); });
+    running_.swap(rest);
+  }
+
+  void forget() {
+    if (below(3) == 0) {
+      call("drop", false, [&] { manager_.drop(""); });
+      return;
+    }
+    const int64_t g = below(manager_.num_groups());
+    Tokens bad;
+    for (int64_t n = 1 + below(3); n > 0; --n) {
+      bad.push_back(static_cast<int32_t>(1 + below(manager_.group(g).spec.num_pages)));
+    }
+    int32_t rows[kRows];
+    call("invalidate", false, [&] { manager_.invalidate(g, {bad.data(), static_cast<int64_t>(bad.size())}, rows); });
+  }
+
+  void end_step() {
+    std::vector<int32_t> packed(static_cast<size_t>(manager_.delta_size()));
+    call("take_delta", false, [&] { manager_.take_delta(packed.data()); });
+    const int64_t fence = manager_.step() - 1 - below(3);
+    if (fence > 0) call("pass_fence", false, [&] { manager_.pass_fence(fence); });
+  }
+
+  int64_t num_running() const { return static_cast<int64_t>(running_.size()); }
+
+  std::mt19937_64 random_;
+  Manager manager_;
+  std::vector<Request> running_;
+  int64_t num_failures_ = 0;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) return 2;
+  const uint64_t seed = std::strtoull(argv[1], nullptr, 10);
+  const int64_t steps = std::atoll(argv[2]);
+  int64_t num_failures = 0;
+  try {
+    // Managers of many kinds, each for a while.
+    for (uint64_t kind = 0; g_step < steps; ++kind) {
+      Fuzz fuzz(seed * 1000 + kind);
+      for (int64_t end = std::min(steps, g_step + 500); g_step < end; ++g_step) fuzz.step();
+      num_failures += fuzz.num_failures();
+    }
+  } catch (const BrokenInvariant& e) {
+    std::printf("step %lld: invariant %d: %s\n", static_cast<long long>(g_step), e.number, e.message.c_str());
+    return 1;
+  }
+  std::printf("ok: %lld steps, memory ran out %lld times\n", static_cast<long long>(steps),
+              static_cast<long long>(num_failures));
+}
