@@ -55,8 +55,9 @@ class Manager {
     int64_t num_cached = 0;
     std::deque<std::pair<int64_t, int32_t>> leaving;  // fence, page: a reader that goes when it has passed
 
-    void add(int32_t page);     // the tree has it, and a row reads it
-    void read(int32_t page);    // one more
+    void add(int32_t page);   // the tree has it, and a row reads it
+    void read(int32_t page);  // one more
+    void read(const int32_t* ids, int64_t n);
     void leave(int32_t page);   // one less
     void forget(int32_t page);  // the tree has it no longer; nobody read it
 
@@ -83,8 +84,8 @@ class Manager {
     std::unordered_map<int32_t, int32_t> copies;  // likewise: the source of a target
     std::vector<int32_t> given_up;                // scratch: ids to free
     int64_t needed = 0;                           // scratch: of a plan
-    int64_t locked = 0;                           // likewise: pages that it would take out of what can be evicted
-    Readers readers;                              // of a window
+    int64_t locked = 0;  // likewise: pages that it would take out of what can be evicted; more only where there is room
+    Readers readers;     // of a window
 
     int32_t* entries(int64_t row) { return table.data() + row * max_pages; }
     const int32_t* entries(int64_t row) const { return table.data() + row * max_pages; }
@@ -185,6 +186,8 @@ class Manager {
   // The match that an admission would lock, and what it needs: fills `needed` of each group.
   void find_hit(const Sequence& sequence, int64_t reserve, Match& match);
   int64_t target_of(const Sequence& sequence, int64_t reserve, const Match& match) const;
+  // Pages of a window that a match would read and nobody reads yet.
+  int64_t count_loose(const Group& group, const Match& match);
   // Pages that a group can have at once: free ones, and those the tree can give, less what a match would lock.
   int64_t available(const Group& group) const;
   // Throws OutOfIds for the first group that cannot give what it `needed`, with so many to spare.
@@ -201,7 +204,8 @@ class Manager {
   static void grow(std::vector<int32_t>& entries, size_t n) {
     if (n > entries.capacity()) entries.reserve(std::max(n, 2 * entries.capacity()));
   }
-  void write(const Group& group, int64_t row, int64_t page, int32_t id);
+  // Table writes: n ids from a page of a row on.
+  void write(const Group& group, int64_t row, int64_t page, const int32_t* ids, int64_t n);
 
   void take_hit(Group& group, size_t g, int64_t number);
   void inherit(Group& group, size_t g, int64_t parent, int64_t child);
@@ -236,7 +240,6 @@ class Manager {
   bool has_windows_ = false;
   std::vector<int32_t> index_, ids_;  // table writes of the step
   BitSet seen_;
-  std::vector<int64_t> unlocked_;              // scratch: by column
   std::vector<std::vector<int32_t>> columns_;  // scratch of an insert or an eviction
   std::vector<Ids> column_ids_;
   int64_t admitted_ = 0, tokens_ = 0, hits_ = 0, evicted_ = 0;

@@ -255,7 +255,7 @@ void Manager::inherit(Group& group, size_t g, int64_t parent, int64_t child) {
     group.targets.push_back(entries[p]);
     group.copies.emplace(entries[p], source);
     request(child).copied.emplace_back(group.number, theirs[p]);
-    write(group, child, p, entries[p]);
+    write(group, child, p, entries + p, 1);
   };
   for (int64_t p = from; p < shared && group.has_window(); ++p) {
     if (own[p] != 0) {
@@ -264,7 +264,7 @@ void Manager::inherit(Group& group, size_t g, int64_t parent, int64_t child) {
     }
     entries[p] = theirs[p];
     group.readers.read(entries[p]);
-    write(group, child, p, entries[p]);
+    write(group, child, p, entries + p, 1);
   }
   for (int64_t p = std::max(from, shared); p < to; ++p) copy(p);
   end(child, g) = static_cast<int32_t>(to);
@@ -273,8 +273,9 @@ void Manager::inherit(Group& group, size_t g, int64_t parent, int64_t child) {
 void Manager::compare_prompt(int64_t number, const int32_t* tokens, int64_t n) {
   auto& prompt = request(number).prompt;
   const int64_t at = row(number).committed, most = std::min<int64_t>(n, static_cast<int64_t>(prompt.size()) - at);
+  if (std::memcmp(tokens, prompt.data() + at, static_cast<size_t>(most) * sizeof(int32_t)) == 0) return;
   const auto same = std::mismatch(tokens, tokens + most, prompt.begin() + at).first - tokens;
-  if (same < most) prompt.resize(static_cast<size_t>(at + same));
+  prompt.resize(static_cast<size_t>(at + same));
 }
 
 }  // namespace pagoda

@@ -101,6 +101,16 @@ class RunStore {
     });
   }
   int32_t& id_at(int column, int64_t place) { return columns_[static_cast<size_t>(column)][place]; }
+  int32_t id_at(int column, int64_t place) const { return columns_[static_cast<size_t>(column)][place]; }
+  const int32_t* tokens_at(int64_t place) const { return tokens_.data() + math_.first_slot(place); }
+  int64_t last_place(const Run& run) const {
+    return run.tail * chunk_pages_ + math_.page((run.offset + run.length - 1) % chunk_tokens_);
+  }
+  // Of the page before one of the same run.
+  int64_t place_before(int64_t place) const {
+    return place % chunk_pages_ > 0 ? place - 1
+                                    : int64_t{prev_[place / chunk_pages_]} * chunk_pages_ + chunk_pages_ - 1;
+  }
   int32_t chunk_of(int64_t place) const { return static_cast<int32_t>(place / chunk_pages_); }
   int64_t pages_per_chunk() const { return chunk_pages_; }
 
