@@ -171,6 +171,11 @@ Manager::Manager(std::vector<GroupSpec> specs, int64_t num_rows, int64_t max_tok
     }
     tree_.follow(std::move(set_of), num_ids);
   }
+  // Without this a step now and then waited milliseconds while arrays moved.
+  constexpr int64_t kMost = int64_t{1} << 26;
+  int64_t tokens = 0;
+  for (const Group& group : groups_) tokens = std::max(tokens, group.math.first_slot(group.spec.num_pages));
+  tree_.expect(std::min(kMost, tokens + tokens / 4));
   columns_.resize(static_cast<size_t>(column));
   column_ids_.resize(static_cast<size_t>(column));
 }
@@ -349,10 +354,15 @@ void Manager::grow_writes(int64_t n) {
 }
 
 void Manager::write(const Group& group, int64_t row, int64_t page, const int32_t* ids, int64_t n) {
+  const int32_t place = static_cast<int32_t>(group.offset + row * group.max_pages + page);
+  if (n == 1) {  // as in most decode steps
+    index_.push_back(place);
+    ids_.push_back(*ids);
+    return;
+  }
   const size_t before = index_.size();
   index_.resize(before + static_cast<size_t>(n));
-  std::iota(index_.begin() + static_cast<std::ptrdiff_t>(before), index_.end(),
-            static_cast<int32_t>(group.offset + row * group.max_pages + page));
+  std::iota(index_.begin() + static_cast<std::ptrdiff_t>(before), index_.end(), place);
   ids_.insert(ids_.end(), ids, ids + n);
 }
 

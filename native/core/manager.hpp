@@ -215,6 +215,8 @@ class Manager {
   int32_t source_of(const Group& group, int32_t page) const;
   void start(int64_t number, LeaseId lease, int64_t length, int64_t reserved);
   void clear(int64_t number);
+  // What storing pages of a row will touch is on its way; `filling_` are those that will be, the next is number i.
+  void prefetch_stores(size_t i) const;
   void store_all(int64_t number, const int32_t* tokens, int64_t waiting, int64_t n);
   void store(int64_t number, const int32_t* tokens, int64_t num_pages);
   void give_up(int64_t number);
@@ -234,6 +236,7 @@ class Manager {
   std::vector<int32_t> firsts_, ends_;  // [num_rows + 1, groups]
   LazyArray<int32_t> tails_;            // [num_rows + 1, tokens of a page of the tree]
   std::vector<int32_t> growing_;        // scratch: rows that need pages
+  std::vector<int32_t> filling_;        // scratch: rows that fill a page of the tree
   std::vector<int32_t> joined_;         // scratch: a tail and what follows it
   std::deque<Waiting> waiting_;
   int64_t step_ = 1;

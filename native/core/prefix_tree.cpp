@@ -31,6 +31,16 @@ PrefixTree::PrefixTree(int64_t page_size, std::vector<int64_t> windows, bool has
   reserve(nodes, 0);
 }
 
+void PrefixTree::expect(int64_t tokens) {
+  const int64_t nodes = tokens / 128;
+  nodes_.reserve(nodes);
+  order_.expect(nodes);
+  for (auto& held : held_) held.reserve(nodes);
+  children_.reserve(nodes / 8);  // which is written: at an eighth it grows three times
+  runs_.expect(tokens);
+  if (!set_of_.empty()) owners_.reserve(tokens / (runs_.pages_per_chunk() * math_.size()));
+}
+
 Tally PrefixTree::pages(int column) const {
   if (is_window(column)) return window_pages_[static_cast<size_t>(column)];
   return {math_.page(tokens_.total), math_.page(tokens_.locked)};

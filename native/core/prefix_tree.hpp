@@ -137,6 +137,9 @@ class PrefixTree {
   PrefixTree(int64_t page_size, std::vector<int64_t> windows, bool has_states, int64_t capacity,
              uint32_t hash_mask = ~uint32_t{0});
 
+  // Addresses for so many tokens, which cost nothing until they are written: what is there need not move as it grows.
+  void expect(int64_t tokens);
+
   int64_t page_size() const { return math_.size(); }
   const std::vector<int64_t>& windows() const { return windows_; }
   int num_columns() const { return static_cast<int>(windows_.size()); }
@@ -177,6 +180,10 @@ class PrefixTree {
   // lease: null for none. columns: one entry a column.
   Inserted insert(const Sequence& sequence, const std::vector<Ids>& columns, const LeaseId* lease,
                   const std::vector<Checkpoint>& checkpoints);
+
+  // What an insert behind a lease will touch is on its way: first its node, and when that is there, the end of its run.
+  void prefetch_node(LeaseId lease) const;
+  void prefetch_tail(LeaseId lease) const;
 
   // The ids that a removal frees, by column, and the states; planned first, so that whoever takes them has made
   // room, then carried out.

@@ -170,6 +170,21 @@ int64_t PrefixTree::settle(const Insertion& job) {
   return last.depth;
 }
 
+void PrefixTree::prefetch_node(LeaseId lease) const {
+  const int32_t node = leases_[static_cast<size_t>(lease.slot)].node;
+  const char* at = reinterpret_cast<const char*>(&nodes_[node]);
+  __builtin_prefetch(at, 1);
+  __builtin_prefetch(at + sizeof(Node) - 1, 1);
+  for (const auto& held : held_) __builtin_prefetch(held.data() + node, 1);
+}
+
+void PrefixTree::prefetch_tail(LeaseId lease) const {
+  const Run& run = nodes_[leases_[static_cast<size_t>(lease.slot)].node].run;
+  if (run.length == 0) return;
+  runs_.prefetch_end(run);
+  if (!set_of_.empty()) __builtin_prefetch(&owners_[run.tail], 1);
+}
+
 Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& columns, const LeaseId* lease_id,
                             const std::vector<Checkpoint>& checkpoints) {
   Lease* lease = nullptr;

@@ -31,8 +31,11 @@ RunStore::RunStore(int64_t page_size, int num_columns, int64_t capacity)
 
 void RunStore::reserve(int64_t n) {
   const int64_t fresh = n - num_free_;
-  if (fresh <= 0) return;
-  const int64_t chunks = num_chunks() + fresh;
+  if (fresh > 0) expect((num_chunks() + fresh) * chunk_tokens_);
+}
+
+void RunStore::expect(int64_t tokens) {
+  const int64_t chunks = (tokens + chunk_tokens_ - 1) / chunk_tokens_;
   tokens_.reserve(chunks * chunk_tokens_);
   for (auto& column : columns_) column.reserve(chunks * chunk_pages_);
   next_.reserve(chunks);

@@ -38,6 +38,9 @@ class RunStore {
     return (n - (used == 0 ? 0 : chunk_tokens_ - used) + chunk_tokens_ - 1) / chunk_tokens_;
   }
 
+  // Addresses for so many tokens.
+  void expect(int64_t tokens);
+
   // Room for n more chunks: what follows does not fail.
   void reserve(int64_t n);
 
@@ -127,6 +130,14 @@ class RunStore {
   void prefetch_links(const Run& run) const {
     __builtin_prefetch(&next_[run.head]);
     __builtin_prefetch(&prev_[run.tail]);
+  }
+
+  // What an append touches first.
+  void prefetch_end(const Run& run) const {
+    const int64_t at = run.tail * chunk_tokens_ + (run.offset + run.length) % chunk_tokens_;
+    __builtin_prefetch(tokens_.data() + at, 1);
+    for (const auto& column : columns_) __builtin_prefetch(column.data() + math_.page(at), 1);
+    __builtin_prefetch(&next_[run.tail], 1);
   }
 
   // Marks the run's chunks; false if one is marked already or the chain is broken.
