@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.samples import each_of_batch, now, stats
+from bench.samples import CLOCK_NS, each_of_batch, now, stats
 from pagoda.layout import FullAttention, Layout, WindowAttention
 from pagoda.manager import Manager
 
@@ -26,9 +26,12 @@ NEW = 500  # tokens of a prompt behind its hit
 RUNNING = 16  # requests of the figure against length
 SAMPLES = 40
 REPEATS = 4  # fresh managers; the least of each statistic is kept
+WORST = (256, 1_024, 4_096)
+STEPS = 40 * PAGE  # of the figure of single steps: rows of contexts like these begin a new chunk ten times
 
 FIGURES = {
     "batch": "a decode step against requests, contexts of 1,000 tokens; best median / p99 of all",
+    "worst": "single decode steps, contexts of 1,000 tokens; median / p99 / max of a run, the least of each",
     "length": f"against context: a step of {RUNNING} requests, one request's chunk, admission, fork, release",
 }
 
@@ -36,7 +39,7 @@ FIGURES = {
 def run() -> None:
     from bench.measure import save, table
 
-    figures: dict[str, Callable[[], list[Row]]] = {"batch": by_batch, "length": by_length}
+    figures: dict[str, Callable[[], list[Row]]] = {"batch": by_batch, "worst": by_worst, "length": by_length}
     rows: list[Row] = []
     for name, title in FIGURES.items():
         # In turn, so that a noisy minute hits all of them.
@@ -68,6 +71,18 @@ def by_batch(batches: tuple[int, ...] = BATCHES) -> list[Row]:
     return found
 
 
+def by_worst(batches: tuple[int, ...] = WORST) -> list[Row]:
+    """Every step by itself: rows that fill their pages in different steps, and all in the same one."""
+    found = []
+    for windows in WINDOWS:
+        for batch in batches:
+            row: Row = {"groups": windows + 1, "rows": batch}
+            for name, own_length in (("pages fill in turn, µs", True), ("all at once, µs", False)):
+                row[name] = steps_cost(*running(batch, 1_000, windows, own_length=own_length))
+            found.append(row)
+    return found
+
+
 def by_length(lengths: tuple[int, ...] = LENGTHS) -> list[Row]:
     return [measured(length, windows) for windows in WINDOWS for length in lengths]
 
@@ -93,7 +108,7 @@ def running(
     for i in range(windows):  # different sizes, because layers that are alike share a group
         layers.append(WindowAttention(kv_heads=8, k_dim=128, v_dim=128 + i, window=WINDOW))
     layout = Layout(layers, PAGE)
-    longest = length + (SAMPLES + 2) * PAGE + CHUNK * 4
+    longest = length + max(STEPS, SAMPLES * PAGE) + 2 * PAGE + CHUNK * 4
     # Every row at its longest, a prompt that is admitted, and forks.
     pages = (batch + 2) * -(-longest // PAGE)
     capacity = {group.name: pages for group in layout.groups}
@@ -133,6 +148,23 @@ def step_cost(manager: Manager, rows: Int32) -> dict[str, Any]:
             manager.pass_fence(delta.step)
         samples.append(each_of_batch(now() - begin, PAGE))
     return stats(samples)
+
+
+def steps_cost(manager: Manager, rows: Int32) -> dict[str, Any]:
+    """Single steps of one token each: what most cost, and the worst."""
+    rng = np.random.default_rng(1)
+    samples = []
+    for _ in range(STEPS):
+        tokens = random_tokens(rng, len(rows))
+        begin = now()
+        manager.reserve(rows)
+        delta = manager.take_delta()
+        manager.commit(rows, tokens)
+        manager.pass_fence(delta.step)
+        samples.append(now() - begin)
+    found = stats(samples)
+    found["max_us"] = round((max(samples) - CLOCK_NS) / 1e3, 3)
+    return found
 
 
 def chunk_cost(manager: Manager, rows: Int32) -> dict[str, Any]:
@@ -195,11 +227,16 @@ def _best(tries: Sequence[Row]) -> Row:
 
 
 def _shown(row: Row) -> Row:
-    """The best median and the 99th percentile in one cell; of a step, what it comes to for a request."""
-    shown: Row = {
-        key: f"{value['best_us']:,.2f} / {value['p99_us']:,.2f}" if isinstance(value, dict) else value
-        for key, value in row.items()
-    }
+    """The best median and the 99th percentile in one cell; of a step, what it comes to for a request.
+
+    Of single steps the median of all and the worst: they do not all do the same work."""
+
+    def cell(value: dict[str, Any]) -> str:
+        if "max_us" in value:
+            return " / ".join(f"{value[stat]:,.1f}" for stat in ("p50_us", "p99_us", "max_us"))
+        return f"{value['best_us']:,.2f} / {value['p99_us']:,.2f}"
+
+    shown: Row = {key: cell(value) if isinstance(value, dict) else value for key, value in row.items()}
     if "requests" in row:
         shown["ns a request"] = row["step, µs"]["best_us"] * 1_000 / row["requests"]
     return shown

@@ -217,8 +217,9 @@ void drop(Managed& self, nb::handle space) {
 
 nb::object take_packed(Managed& self) {
   auto packed = new_int32(self.core.delta_size());
+  nb::object result = nb::make_tuple(self.core.step(), std::move(packed.array));
   self.core.take_delta(packed.data);
-  return packed.array;
+  return result;
 }
 
 void pass_fence(Managed& self, nb::handle step) {

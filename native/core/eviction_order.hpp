@@ -21,6 +21,7 @@ class LeastRecentlyUsed {
     if (n > links_.size()) links_.extend(n - links_.size());
   }
   void commit(int64_t n) { links_.commit(n); }
+  void expect(int64_t n) { links_.reserve(n); }
 
   // Used just now: the hottest. The node is not listed.
   void add(int32_t node) { link(node, hottest_, -1); }

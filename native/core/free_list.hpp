@@ -27,6 +27,39 @@ struct Ids {
 // A step number; none means: nothing reads the ids any more.
 using Fence = std::optional<int64_t>;
 
+// Ids that wait, by fence, in the order freed. What a queue leaves behind is used for the next: a step frees and passes
+// without asking for memory.
+class FenceQueues {
+ public:
+  using Map = std::map<int64_t, std::vector<int32_t>>;
+
+  std::vector<int32_t>& operator[](int64_t fence) {
+    const auto at = queues_.lower_bound(fence);
+    if (at != queues_.end() && at->first == fence) return at->second;
+    if (!spare_) return queues_.try_emplace(at, fence)->second;
+    spare_.key() = fence;
+    return queues_.insert(at, std::move(spare_))->second;
+  }
+  void erase(Map::iterator at) {
+    auto queue = queues_.extract(at);
+    if (spare_ || queue.mapped().capacity() > kMostSpare) return;
+    queue.mapped().clear();
+    spare_ = std::move(queue);
+  }
+  bool empty() const { return queues_.empty(); }
+  Map::iterator begin() { return queues_.begin(); }
+  Map::iterator end() { return queues_.end(); }
+  Map::const_iterator begin() const { return queues_.begin(); }
+  Map::const_iterator end() const { return queues_.end(); }
+  Map::iterator find(int64_t fence) { return queues_.find(fence); }
+  void clear() { queues_.clear(); }
+
+ private:
+  static constexpr size_t kMostSpare = 4096;
+  Map queues_;
+  Map::node_type spare_;
+};
+
 class FreeList {
  public:
   // Ids first_id ... first_id + num_ids - 1, all free. `what` names them in errors.
@@ -112,10 +145,10 @@ class FreeList {
   int64_t passed_;
   IdSet free_;
   BitSet quarantined_;
-  BitSet seen_;                                      // scratch of one call, empty between calls
-  std::vector<int32_t> scratch_;                     // likewise
-  std::map<int64_t, std::vector<int32_t>> waiting_;  // fence -> ids, in the order freed
-  LazyArray<int64_t> fence_of_;                      // of a quarantined id; made when a fence is used
+  BitSet seen_;                   // scratch of one call, empty between calls
+  std::vector<int32_t> scratch_;  // likewise
+  FenceQueues waiting_;
+  LazyArray<int64_t> fence_of_;  // of a quarantined id; made when a fence is used
 };
 
 }  // namespace pagoda

@@ -111,6 +111,24 @@ void Manager::Readers::read(int32_t page) {
   if (count[page]++ == 0) unlink(page);
 }
 
+// Pages that were left one after the other stand one after the other in the list, and leave it together.
+void Manager::Readers::read(const int32_t* ids, int64_t n) {
+  for (int64_t i = 0; i < n;) {
+    const int32_t first = ids[i++];
+    if (count[first]++ > 0) continue;
+    const int32_t before = prev[first];
+    const int64_t begin = i;
+    int32_t after = next[first];
+    for (; i < n && ids[i] == after; ++i) {
+      ++count[ids[i]];
+      after = next[ids[i]];
+    }
+    next[before] = after;
+    prev[after] = before;
+    num_loose -= i - begin + 1;
+  }
+}
+
 void Manager::Readers::leave(int32_t page, bool is_lost) {
   if (--count[page] == 0) link(page, is_lost ? next[0] : 0);
 }
@@ -150,7 +168,6 @@ Manager::Manager(std::vector<GroupSpec> specs, int64_t num_rows, int64_t max_tok
     offset += (num_rows + 1) * groups_.back().max_pages;
     column += groups_.back().num_columns;
   }
-  unlocked_.assign(static_cast<size_t>(column), 0);
   if (has_windows_) {
     std::vector<int> set_of;
     std::vector<int64_t> num_ids;
@@ -161,6 +178,11 @@ Manager::Manager(std::vector<GroupSpec> specs, int64_t num_rows, int64_t max_tok
     }
     tree_.follow(std::move(set_of), num_ids);
   }
+  // Without this a step now and then waited milliseconds while arrays moved.
+  constexpr int64_t kMost = int64_t{1} << 26;
+  int64_t tokens = 0;
+  for (const Group& group : groups_) tokens = std::max(tokens, group.math.first_slot(group.spec.num_pages));
+  tree_.expect(std::min(kMost, tokens + tokens / 4));
   columns_.resize(static_cast<size_t>(column));
   column_ids_.resize(static_cast<size_t>(column));
 }
@@ -388,9 +410,17 @@ void Manager::grow_columns(int64_t tree_pages) {
   }
 }
 
-void Manager::write(const Group& group, int64_t row, int64_t page, int32_t id) {
-  index_.push_back(static_cast<int32_t>(group.offset + row * group.max_pages + page));
-  ids_.push_back(id);
+void Manager::write(const Group& group, int64_t row, int64_t page, const int32_t* ids, int64_t n) {
+  const int32_t place = static_cast<int32_t>(group.offset + row * group.max_pages + page);
+  if (n == 1) {  // as in most decode steps
+    index_.push_back(place);
+    ids_.push_back(*ids);
+    return;
+  }
+  const size_t before = index_.size();
+  index_.resize(before + static_cast<size_t>(n));
+  std::iota(index_.begin() + static_cast<std::ptrdiff_t>(before), index_.end(), place);
+  ids_.insert(ids_.end(), ids, ids + n);
 }
 
 void Manager::add_pages(Group& group, size_t g, int64_t number, int64_t to) {
@@ -400,7 +430,7 @@ void Manager::add_pages(Group& group, size_t g, int64_t number, int64_t to) {
   group.pages.alloc(n, entries);
   std::fill_n(group.owned(number) + from, n, uint8_t{1});
   group.num_own += n;
-  for (int64_t i = 0; i < n; ++i) write(group, number, from + i, entries[i]);
+  write(group, number, from, entries, n);
   end(number, g) = static_cast<int32_t>(to);
 }
 
@@ -416,35 +446,43 @@ void Manager::require_tokens(Ids tokens) {
 
 void Manager::find_hit(const Sequence& sequence, int64_t reserve, bool is_cached, Match& match) {
   const int64_t n = sequence.tokens.size;
-  require_tokens(sequence.tokens);
+  if (n == 0) throw BadArgument("tokens: give at least one");
   if (n > max_tokens_) {
     throw BadArgument(text(n) + " tokens: a row has at most " + text(max_tokens_) + ", as this manager was made");
   }
   if (reserve < -1) throw BadArgument("reserve: give 0 or more tokens, or None for all");
-  // At least one token is computed: the last is not looked for.
+  // At least one token is computed: the last is not looked for. The others are checked on the way.
+  require_tokens(is_cached ? Ids{sequence.tokens.data + n - 1, 1} : sequence.tokens);
   tree_.match({sequence.space, {sequence.tokens.data, is_cached ? n - 1 : 0}, sequence.ranges}, match, nullptr);
   const int64_t target = target_of(sequence, reserve, match);
   if (target > max_tokens_) {
     throw BadArgument("reserve: " + text(target) + " tokens are more than the " + text(max_tokens_) + " of a row");
   }
-  tree_.count_unlocked(match, unlocked_);
-  const int64_t tree_pages = math_.page(match.length);
+  const int64_t unlocked = tree_.count_unlocked(match);
   for (Group& group : groups_) {
-    group.needed = group.math.pages_for(target) - group.math.page(match.length);
-    group.locked = 0;
+    const int64_t hit = group.math.page(match.length);
+    group.needed = group.math.pages_for(target) - hit;
     if (!group.has_window()) {
-      group.locked = unlocked_[static_cast<size_t>(group.first_column)] * group.num_columns;
+      group.locked = group.math.page(unlocked);
       continue;
     }
-    const int64_t first = live_from(group, match.length) / group.num_columns;
-    for (int c = group.first_column; c < group.first_column + group.num_columns; ++c) {
-      auto& ids = columns_[static_cast<size_t>(c)];
-      ids.resize(static_cast<size_t>(tree_pages));
-      tree_.copy_pages(match, c, first, ids.data());
-      for (int64_t p = first; p < tree_pages; ++p)
-        group.locked += group.readers.count[ids[static_cast<size_t>(p)]] == 0;
-    }
+    // Whether somebody reads them is asked page by page only where it matters.
+    group.locked = 0;
+    const int64_t most = hit - live_from(group, match.length);
+    group.locked = group.needed + watermark_ + most <= available(group) ? most : count_loose(group, match);
   }
+}
+
+int64_t Manager::count_loose(const Group& group, const Match& match) {
+  const int64_t first = live_from(group, match.length) / group.num_columns, end = math_.page(match.length);
+  int64_t n = 0;
+  for (int c = group.first_column; c < group.first_column + group.num_columns; ++c) {
+    auto& ids = columns_[static_cast<size_t>(c)];
+    ids.resize(static_cast<size_t>(end));
+    tree_.copy_pages(match, c, first, ids.data());
+    for (int64_t p = first; p < end; ++p) n += group.readers.count[ids[static_cast<size_t>(p)]] == 0;
+  }
+  return n;
 }
 
 int64_t Manager::target_of(const Sequence& sequence, int64_t reserve, const Match& match) const {
@@ -474,7 +512,7 @@ Manager::Admitted Manager::admit(const Sequence& sequence, int64_t reserve, bool
   for (const Group& group : groups_) writes += group.math.pages_for(target);
   grow_writes(writes);
   grow_columns(math_.page(hit));
-  const LeaseId lease = tree_.lock(match);
+  const LeaseId lease = tree_.lock_fresh(match);
 
   int32_t number;
   row_ids_.alloc(1, &number);
@@ -541,12 +579,8 @@ void Manager::take_hit(Group& group, size_t g, int64_t number) {
         entries[p * group.num_columns + c] = ids[static_cast<size_t>(p)];
     }
   }
-  std::fill_n(group.owned(number), n, uint8_t{0});
-  std::fill_n(entries, first, 0);
-  for (int64_t p = first; p < n; ++p) {
-    if (group.has_window()) group.readers.read(entries[p]);
-    write(group, number, p, entries[p]);
-  }
+  if (group.has_window()) group.readers.read(entries + first, n - first);
+  write(group, number, first, entries + first, n - first);
   this->first(number, g) = static_cast<int32_t>(first);
   end(number, g) = static_cast<int32_t>(n);
 }

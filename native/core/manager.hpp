@@ -57,8 +57,9 @@ class Manager {
     int64_t num_cached = 0;
     FenceQueue<int32_t> leaving;  // readers that go when their fence has passed
 
-    void add(int32_t page);                  // the tree has it, and a row reads it
-    void read(int32_t page);                 // one more
+    void add(int32_t page);   // the tree has it, and a row reads it
+    void read(int32_t page);  // one more
+    void read(const int32_t* ids, int64_t n);
     void leave(int32_t page, bool is_lost);  // one less; what cannot be found is listed first
     void forget(int32_t page);               // the tree has it no longer; nobody read it
     void put_first(int32_t page);            // of those that nobody reads
@@ -86,8 +87,9 @@ class Manager {
     LazyArray<int32_t> source_of;           // likewise, by target; 0: the page is none
     std::vector<int32_t> given_up[2];       // scratch: ids to free, of rows that were touched in the step apart
     int64_t needed = 0;                     // scratch: of a plan
-    int64_t locked = 0;                     // likewise: pages that it would take out of what can be evicted
-    Readers readers;                        // of a window
+    // Likewise: pages that it would take out of what can be evicted; more only where there is room.
+    int64_t locked = 0;
+    Readers readers;  // of a window
 
     int32_t* entries(int64_t row) { return table.data() + row * max_pages; }
     const int32_t* entries(int64_t row) const { return table.data() + row * max_pages; }
@@ -189,6 +191,8 @@ class Manager {
   // The match that an admission would lock, and what it needs: fills `needed` of each group.
   void find_hit(const Sequence& sequence, int64_t reserve, bool is_cached, Match& match);
   int64_t target_of(const Sequence& sequence, int64_t reserve, const Match& match) const;
+  // Pages of a window that a match would read and nobody reads yet.
+  int64_t count_loose(const Group& group, const Match& match);
   // Pages that a group can have at once: free ones, and those the tree can give, less what a match would lock.
   int64_t available(const Group& group) const;
   // Throws OutOfIds for the first group that cannot give what it `needed`, with so many to spare.
@@ -209,7 +213,8 @@ class Manager {
   static void grow(std::vector<int32_t>& entries, size_t n) {
     if (n > entries.capacity()) entries.reserve(std::max(n, 2 * entries.capacity()));
   }
-  void write(const Group& group, int64_t row, int64_t page, int32_t id);
+  // Table writes: n ids from a page of a row on.
+  void write(const Group& group, int64_t row, int64_t page, const int32_t* ids, int64_t n);
 
   void take_hit(Group& group, size_t g, int64_t number);
   void inherit(Group& group, size_t g, int64_t parent, int64_t child);
@@ -243,6 +248,8 @@ class Manager {
   }
   // Pages of windows that nobody reads or finds go before those that can be found.
   void put_lost_first();
+  // What storing pages of a row will touch is on its way; `filling_` are those that will be, the next is number i.
+  void prefetch_stores(size_t i) const;
   void store_all(int64_t number, const int32_t* tokens, int64_t waiting, int64_t n);
   void store(int64_t number, const int32_t* tokens, int64_t num_pages);
   void give_up(int64_t number);
@@ -264,6 +271,7 @@ class Manager {
   std::vector<int32_t> firsts_, ends_;  // [num_rows + 1, groups]
   LazyArray<int32_t> tails_;            // [num_rows + 1, tokens of a page of the tree]
   std::vector<int32_t> growing_;        // scratch: rows that need pages
+  std::vector<int32_t> filling_;        // scratch: rows that fill a page of the tree
   std::vector<int32_t> joined_;         // scratch: a tail and what follows it
   std::vector<int32_t> ended_[2];       // scratch: rows that are released, those that were touched in the step apart
   std::vector<int64_t> touched_;        // [num_rows + 1]: the last step whose delta names a row, or pages of its own
@@ -273,7 +281,6 @@ class Manager {
   bool has_windows_ = false;
   std::vector<int32_t> index_, ids_;  // table writes of the step
   BitSet seen_;
-  std::vector<int64_t> unlocked_;              // scratch: by column
   std::vector<std::vector<int32_t>> columns_;  // scratch of an insert or an eviction
   std::vector<Ids> column_ids_;
   int64_t admitted_ = 0, tokens_ = 0, hits_ = 0, evicted_ = 0;

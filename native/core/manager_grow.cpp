@@ -53,7 +53,14 @@ void Manager::reserve(Ids rows, const Counts& counts) {
   for (int64_t i = 0; i < rows.size; ++i) row(rows[i]).reserved += static_cast<int32_t>(counts[i]);
   // Only who gets pages stands in the delta. A row that gets places in pages it has already, and is released in this
   // step, is no part of it: nobody computes those places.
-  for (const int32_t number : growing_) {
+  constexpr size_t kAhead = 8;  // rows whose ends are on their way: they lie all over the tables
+  for (size_t i = 0; i < growing_.size(); ++i) {
+    for (size_t g = 0; g < groups_.size() && i + kAhead < growing_.size(); ++g) {
+      const int64_t later = growing_[i + kAhead], at = end(later, g);
+      __builtin_prefetch(groups_[g].entries(later) + at, 1);
+      __builtin_prefetch(groups_[g].owned(later) + at, 1);
+    }
+    const int32_t number = growing_[i];
     touched_[static_cast<size_t>(number)] = step_;
     const int64_t to = row(number).reserved;
     for (size_t g = 0; g < groups_.size(); ++g) add_pages(groups_[g], g, number, groups_[g].math.pages_for(to));
@@ -77,9 +84,11 @@ void Manager::commit(Ids rows, Ids tokens, const Counts& counts) {
   require_rows(rows);
   require_counts(rows, counts, "counts");
   int64_t sum = 0;
+  filling_.clear();
   for (int64_t i = 0; i < rows.size; ++i) {
     const Row& row = rows_[static_cast<size_t>(rows[i])];
     sum += counts[i];
+    if (row.committed - row.stored + counts[i] >= math_.size()) filling_.push_back(rows[i]);
     if (counts[i] > row.reserved - row.committed) {
       throw BadArgument("row " + text(rows[i]) + " has " + text(row.reserved - row.committed) +
                         " tokens that are reserved and not committed, not " + text(counts[i]));
@@ -90,12 +99,14 @@ void Manager::commit(Ids rows, Ids tokens, const Counts& counts) {
   }
   if (tokens.size > 0) require_tokens(tokens);
   const int32_t* next = tokens.data;
+  size_t num_filled = 0;
   clear_given_up();
   try {
     for (int64_t i = 0; i < rows.size; ++i) {
       Row& row = this->row(rows[i]);
       const int64_t n = counts[i], waiting = row.committed - row.stored, all = waiting + n;
       if (!request(rows[i]).prompt.empty()) compare_prompt(rows[i], next, n);
+      if (all >= math_.size()) prefetch_stores(++num_filled);
       if (row.is_stored && all < math_.size()) {
         std::copy_n(next, n, tail(rows[i]) + waiting);
       } else if (row.is_stored) {
@@ -110,6 +121,30 @@ void Manager::commit(Ids rows, Ids tokens, const Counts& counts) {
     throw;
   }
   if (has_windows_) free_given_up();
+}
+
+// Many rows that fill a page in one step lie all over memory: waiting for one line after the other took most of the
+// time.
+void Manager::prefetch_stores(size_t i) const {
+  constexpr size_t kRequest = 12, kNode = 8, kAll = 4;  // rows ahead: each needs what the one before has fetched
+  if (i + kRequest < filling_.size()) __builtin_prefetch(&requests_[static_cast<size_t>(filling_[i + kRequest])]);
+  if (i + kNode < filling_.size()) {
+    tree_.prefetch_node(requests_[static_cast<size_t>(filling_[i + kNode])].lease);
+  }
+  if (i + kAll >= filling_.size()) return;
+  const int64_t number = filling_[i + kAll];
+  tree_.prefetch_tail(requests_[static_cast<size_t>(number)].lease);
+  __builtin_prefetch(tails_.data() + number * math_.size());
+  const int64_t page = math_.page(rows_[static_cast<size_t>(number)].stored);
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const Group& group = groups_[g];
+    const int64_t next = page * group.num_columns;
+    __builtin_prefetch(group.entries(number) + next);
+    __builtin_prefetch(group.owned(number) + next, 1);
+    if (!group.has_window()) continue;
+    __builtin_prefetch(group.entries(number) + first(number, g));
+    __builtin_prefetch(group.owned(number) + first(number, g), 1);
+  }
 }
 
 // Stores whole pages of a row's tail and of n tokens behind it, and keeps the rest as its tail.
@@ -281,7 +316,7 @@ void Manager::inherit(Group& group, size_t g, int64_t parent, int64_t child) {
     group.targets.push_back(entries[p]);
     group.source_of[entries[p]] = source;
     request(child).copied.emplace_back(group.number, theirs[p]);
-    write(group, child, p, entries[p]);
+    write(group, child, p, entries + p, 1);
   };
   for (int64_t p = from; p < shared && group.has_window(); ++p) {
     if (own[p] != 0) {
@@ -290,7 +325,7 @@ void Manager::inherit(Group& group, size_t g, int64_t parent, int64_t child) {
     }
     entries[p] = theirs[p];
     group.readers.read(entries[p]);
-    write(group, child, p, entries[p]);
+    write(group, child, p, entries + p, 1);
   }
   for (int64_t p = std::max(from, shared); p < to; ++p) copy(p);
   end(child, g) = static_cast<int32_t>(to);

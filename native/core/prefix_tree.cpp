@@ -31,6 +31,16 @@ PrefixTree::PrefixTree(int64_t page_size, std::vector<int64_t> windows, bool has
   reserve(nodes, 0);
 }
 
+void PrefixTree::expect(int64_t tokens) {
+  const int64_t nodes = tokens / 128;
+  nodes_.reserve(nodes);
+  order_.expect(nodes);
+  for (auto& held : held_) held.reserve(nodes);
+  children_.reserve(nodes / 8);  // which is written: at an eighth it grows three times
+  runs_.expect(tokens);
+  if (!set_of_.empty()) owners_.reserve(tokens / (runs_.pages_per_chunk() * math_.size()));
+}
+
 Tally PrefixTree::pages(int column) const {
   if (is_window(column)) return window_pages_[static_cast<size_t>(column)];
   return {math_.page(tokens_.total), math_.page(tokens_.locked)};
@@ -61,16 +71,16 @@ void PrefixTree::require_columns(Ids tokens, const std::vector<Ids>& columns) co
   const int32_t last = static_cast<int32_t>((int64_t{kMaxLength} + 1) / math_.size() - 1);  // its slots end below 2^31
   for (int c = 0; c < num_columns(); ++c) {
     const Ids ids = columns[static_cast<size_t>(c)];
-    const std::string name = num_columns() == 1 ? "page_ids" : "page_ids[" + text(c) + "]";
+    const auto name = [&] { return num_columns() == 1 ? "page_ids" : "page_ids[" + text(c) + "]"; };
     if (ids.size != whole && ids.size != all) {
-      throw BadArgument(name + " has " + text(ids.size) + " ids, but " + text(tokens.size) + " tokens fill " +
+      throw BadArgument(name() + " has " + text(ids.size) + " ids, but " + text(tokens.size) + " tokens fill " +
                         text(whole) + " pages of " + text(math_.size()));
     }
     const bool has_holes = is_window(c);
     for (int64_t p = 0; (p += first_outside(ids.data + p, ids.size - p, 1, last)) < ids.size; ++p) {
       if (has_holes && ids[p] == -1) continue;
       throw BadId{IdFault::kOutOfRange, ids[p], p,
-                  name + "[" + text(p) + "] = " + text(ids[p]) +
+                  name() + "[" + text(p) + "] = " + text(ids[p]) +
                       " is not a page: ids begin at 1, slots stay below 2^31" +
                       (has_holes ? ", and -1 is a hole" : ", and this column has no holes")};
     }
@@ -112,7 +122,9 @@ void PrefixTree::reserve(int64_t nodes, int64_t chunks) {
   }
   children_.reserve(num_nodes_ + nodes);
   runs_.reserve(chunks);
-  if (!set_of_.empty()) owners_.reserve(runs_.num_chunks() + chunks);
+  if (set_of_.empty()) return;
+  if ((runs_.num_chunks() + chunks) * runs_.pages_per_chunk() > int64_t{1} << 32) throw std::bad_alloc();
+  owners_.reserve(runs_.num_chunks() + chunks);
 }
 
 int32_t PrefixTree::new_node(int32_t parent, int64_t begin) {
@@ -222,17 +234,21 @@ int32_t PrefixTree::split(int32_t node, int64_t depth) {
   for (int c = 0; c < num_columns(); ++c) {
     if (!is_window(c)) continue;
     auto& held = held_[static_cast<size_t>(c)];
-    held[upper] = static_cast<int32_t>(count_held(low.run, c, 0, math_.page(at)));
+    // The shorter half is counted, and neither where there are no holes.
+    const int64_t above = math_.page(at), all = math_.page(low.run.length);
+    held[upper] = static_cast<int32_t>(held[node] == all  ? above
+                                       : 2 * above <= all ? count_held(low.run, c, 0, above)
+                                                          : held[node] - count_held(low.run, c, above, all));
     held[node] -= held[upper];
   }
   Run rest = runs_.split(low.run, at);
   up.run = low.run;
   low.run = rest;
+  low.begin = static_cast<int32_t>(depth);
   if (!set_of_.empty()) {
     note_owner(upper);
     note_places(node, 0, std::min(runs_.pages_per_chunk(), math_.page(rest.length)));  // they may have moved
   }
-  low.begin = static_cast<int32_t>(depth);
   up.family = low.family;
   up.used = low.used;
   up.is_trimmed = true;
@@ -277,11 +293,11 @@ void PrefixTree::join(int32_t upper, int32_t lower) {
   std::swap(low.is_lost, up.is_lost);
   const int64_t first = math_.page(up.run.length), pages = math_.page(low.run.length);
   low.run = runs_.join(up.run, low.run);
+  low.begin = up.begin;
   if (!set_of_.empty()) {
     note_owner(lower);
     note_places(lower, first, first + std::min(runs_.pages_per_chunk(), pages));
   }
-  low.begin = up.begin;
   low.parent = up.parent;
   low.next_sibling = up.next_sibling;
   low.prev_sibling = up.prev_sibling;
@@ -306,46 +322,45 @@ void PrefixTree::join(int32_t upper, int32_t lower) {
 
 void PrefixTree::follow(std::vector<int> set_of, const std::vector<int64_t>& num_ids) {
   for (int64_t n : num_ids) places_.emplace_back(n + 1);
+  columns_of_.resize(num_ids.size());
+  for (int c = 0; c < num_columns(); ++c) {
+    const int set = set_of[static_cast<size_t>(c)];
+    if (set >= 0) columns_of_[static_cast<size_t>(set)].push_back(c);
+  }
   set_of_ = std::move(set_of);
 }
 
 void PrefixTree::note_owner(int32_t node) {
   const Run& run = nodes_[node].run;
-  runs_.for_places(run, 0, math_.page(run.length), [&](int32_t chunk, int64_t, int64_t) { owners_[chunk] = node; });
+  runs_.for_places(run, 0, math_.page(run.length),
+                   [&](int32_t chunk, int64_t, int64_t) { owners_[chunk].node = node; });
 }
 
 void PrefixTree::note_places(int32_t node, int64_t begin, int64_t end) {
+  int64_t page = math_.page(nodes_[node].begin) + begin;
   runs_.for_places(nodes_[node].run, begin, end, [&](int32_t chunk, int64_t place, int64_t n) {
-    owners_[chunk] = node;
+    owners_[chunk] = {node, static_cast<int32_t>(page - place % runs_.pages_per_chunk())};
+    page += n;
     for (int c = 0; c < num_columns(); ++c) {
       const int set = set_of_[static_cast<size_t>(c)];
       if (set < 0) continue;
-      auto& places = places_[static_cast<size_t>(set)];
+      uint32_t* places = places_[static_cast<size_t>(set)].data();
+      const int32_t* ids = &runs_.id_at(c, place);
       for (int64_t i = 0; i < n; ++i) {
-        const int32_t id = runs_.id_at(c, place + i);
-        if (id >= 0) places[id] = (int64_t{c} << 32) | (place + i);
+        if (ids[i] >= 0) places[ids[i]] = static_cast<uint32_t>(place + i);
       }
     }
   });
 }
 
 void PrefixTree::punch_page(int set, int32_t id) {
-  const int64_t noted = places_[static_cast<size_t>(set)][id], place = noted & 0xFFFFFFFF;
-  const int column = static_cast<int>(noted >> 32);
-  const int32_t node = owners_[runs_.chunk_of(place)];
+  const int64_t place = places_[static_cast<size_t>(set)][id];
+  const auto [node, first_page] = owners_[runs_.chunk_of(place)];
+  const auto& columns = columns_of_[static_cast<size_t>(set)];
+  int column = columns[0];  // nearly always the only one
+  for (size_t i = 1; runs_.id_at(column, place) != id; ++i) column = columns[i];
   if (is_listened_) {
-    int64_t page = math_.page(nodes_[node].begin);
-    runs_.for_places(nodes_[node].run, 0, math_.page(nodes_[node].run.length), [&](int32_t, int64_t first, int64_t n) {
-      if (first <= place && place < first + n) {
-        TreeEvent gone =
-            event(false, node, math_.first_slot(page + place - first), math_.first_slot(page + place - first + 1));
-        for (int c = 0; c < num_columns(); ++c) {
-          if (c != column) gone.columns[static_cast<size_t>(c)][0] = -1;
-        }
-        events_.push_back(std::move(gone));
-      }
-      page += n;
-    });
+    events_.push_back(page_event(false, {node, column, first_page + place % runs_.pages_per_chunk(), place}, id));
   }
   runs_.id_at(column, place) = -1;
   add_held(node, column, -1);

@@ -99,7 +99,7 @@ struct Inserted {
   int64_t present = 0;
   int64_t stored = 0;
   int64_t length = 0;
-  std::vector<std::vector<int32_t>> filled;  // page numbers, a column; empty: no column has holes
+  std::vector<std::vector<int32_t>> filled;  // page numbers, a column; empty: there were none
   std::vector<int32_t> states;
 };
 
@@ -137,6 +137,9 @@ class PrefixTree {
   PrefixTree(int64_t page_size, std::vector<int64_t> windows, bool has_states, int64_t capacity,
              uint32_t hash_mask = ~uint32_t{0});
 
+  // Addresses for so many tokens, which cost nothing until they are written: what is there need not move as it grows.
+  void expect(int64_t tokens);
+
   int64_t page_size() const { return math_.size(); }
   const std::vector<int64_t>& windows() const { return windows_; }
   int num_columns() const { return static_cast<int>(windows_.size()); }
@@ -160,14 +163,16 @@ class PrefixTree {
   void copy_pages(const Match& match, int column, int64_t first, int32_t* out) const;
 
   LeaseId lock(const Match& match);
+  // The same for a match that was made just now: no call has changed the tree since.
+  LeaseId lock_fresh(const Match& match);
   // Another lease that ends where this one does.
   LeaseId lease_again(LeaseId lease);
   // Room for n leases: giving them does not fail.
   void reserve_leases(int64_t n);
-  // How many pages a column a lock of this match, made just now, would protect that nobody protects yet.
-  void count_unlocked(const Match& match, std::vector<int64_t>& columns) const;
   // How many pages a column without a window would be protected no longer if all of these were released.
   int64_t count_released(const std::vector<LeaseId>& leases) const;
+  // How many tokens a lock of this match, made just now, would protect that nobody protects yet.
+  int64_t count_unlocked(const Match& match) const;
   void release(LeaseId lease);
   void demote(LeaseId lease);
   bool is_held(LeaseId lease) const;
@@ -179,6 +184,10 @@ class PrefixTree {
   // lease: null for none. columns: one entry a column.
   Inserted insert(const Sequence& sequence, const std::vector<Ids>& columns, const LeaseId* lease,
                   const std::vector<Checkpoint>& checkpoints);
+
+  // What an insert behind a lease will touch is on its way: first its node, and when that is there, the end of its run.
+  void prefetch_node(LeaseId lease) const;
+  void prefetch_tail(LeaseId lease) const;
 
   // The ids that a removal frees, by column, and the states; planned first, so that whoever takes them has made
   // room, then carried out.
@@ -260,7 +269,8 @@ class PrefixTree {
   struct Hole {
     int32_t node;
     int column;
-    int64_t page;  // of the sequence
+    int64_t page;   // of the sequence
+    int64_t place;  // in the column
   };
   struct Insertion;  // an insert under way
 
@@ -347,6 +357,8 @@ class PrefixTree {
   void apply(const Cut& cut);
   int32_t last_checkpoint(int32_t node, int64_t length) const;  // relative to its begin; 0: none
   TreeEvent event(bool is_stored, int32_t node, int64_t begin, int64_t end) const;
+  // Of one page of a column, which lies at a place of a node's run. O(1), however long the run.
+  TreeEvent page_event(bool is_stored, const Hole& at, int32_t id) const;
   std::vector<int32_t> decode(const int32_t* entries, int64_t n) const;
   const std::string& space_of(int32_t node) const;
   [[noreturn]] void broken(int number, int32_t node, const std::string& what) const;
@@ -366,10 +378,16 @@ class PrefixTree {
   ChildTable children_;
   LeastRecentlyUsed order_;
   ExtraKeys extra_keys_;
-  std::vector<GrowArray<int32_t>> held_;              // a window column: pages that are not holes, by node
-  std::vector<int> set_of_;                           // empty: nothing is followed
-  std::vector<LazyArray<int64_t>> places_;            // a set: by page id, column and place
-  GrowArray<int32_t> owners_;                         // nodes, by chunk
+  std::vector<GrowArray<int32_t>> held_;      // a window column: pages that are not holes, by node
+  std::vector<int> set_of_;                   // empty: nothing is followed
+  std::vector<LazyArray<uint32_t>> places_;   // a set: by page id
+  std::vector<std::vector<int>> columns_of_;  // a set
+  // By chunk: its node, and which page of the sequence stands in its first place.
+  struct Owner {
+    int32_t node;
+    int32_t first_page;
+  };
+  GrowArray<Owner> owners_;
   bool has_full_ = false;                             // a column without a window
   std::vector<std::vector<Checkpoint>> checkpoints_;  // with states: by node, ascending
   std::map<std::string, int32_t, std::less<>> roots_;
@@ -406,7 +424,7 @@ class PrefixTree {
 template <bool with_ids, typename Each>
 PrefixTree::Place PrefixTree::walk(Place at, const int32_t* entries, int64_t base, int64_t end, int32_t* ids,
                                    Each each) const {
-  if (end - at.depth < math_.size()) return at;
+  if (end - at.depth < math_.size() || nodes_[at.node].first_child < 0) return at;
   uint32_t key = hash(at.node, entries + (at.depth - base));
   for (;;) {
     const int32_t* rest = entries + (at.depth - base);
@@ -414,7 +432,8 @@ PrefixTree::Place PrefixTree::walk(Place at, const int32_t* entries, int64_t bas
     if (child < 0) break;
     const Run run = nodes_[child].run;
     const int64_t left = end - at.depth - run.length;  // behind this run
-    if (left >= math_.size()) {                        // where to look next is on its way while this run is compared
+    const bool goes_on = left >= math_.size() && nodes_[child].first_child >= 0;
+    if (goes_on) {  // where to look next is on its way while this run is compared
       key = hash(child, rest + run.length);
       children_.prefetch(key);
     }
@@ -423,7 +442,7 @@ PrefixTree::Place PrefixTree::walk(Place at, const int32_t* entries, int64_t bas
     if (with_ids) ids += pages;
     at = {child, at.depth + same};
     each(child, at.depth);
-    if (same < run.length || left < math_.size()) break;
+    if (same < run.length || !goes_on) break;
   }
   return at;
 }

@@ -37,9 +37,9 @@ void PrefixTree::find_holes(Insertion& job) const {
     for (int c = 0; c < num_columns(); ++c) {
       if (held(c, node) == math_.page(run.length)) continue;
       int64_t page = first;
-      runs_.for_pages(run, c, 0, last - first, [&](const int32_t* ids, int64_t n) {
-        for (int64_t i = 0; i < n; ++i, ++page) {
-          if (ids[i] < 0 && given_id(job, c, page) >= 0) job.holes.push_back({node, c, page});
+      runs_.for_places(run, 0, last - first, [&](int32_t, int64_t place, int64_t n) {
+        for (const int64_t end = place + n; place < end; ++place, ++page) {
+          if (runs_.id_at(c, place) < 0 && given_id(job, c, page) >= 0) job.holes.push_back({node, c, page, place});
         }
       });
     }
@@ -65,10 +65,7 @@ void PrefixTree::write_news(Insertion& job) const {
     if (told.parent < 0 && before >= math_.page(job.base)) told.parent = given_id(job, 0, before);
   };
   for (const Hole& hole : job.holes) {
-    TreeEvent filled = event(true, hole.node, math_.first_slot(hole.page), math_.first_slot(hole.page + 1));
-    for (int c = 0; c < num_columns(); ++c) {
-      filled.columns[static_cast<size_t>(c)][0] = c == hole.column ? given_id(job, c, hole.page) : -1;
-    }
+    TreeEvent filled = page_event(true, hole, given_id(job, hole.column, hole.page));
     correct_parent(filled);
     job.news.push_back(std::move(filled));
   }
@@ -108,11 +105,10 @@ bool PrefixTree::grows_in_place(const Insertion& job) const {
 
 void PrefixTree::fill(const Insertion& job) {
   for (const Hole& hole : job.holes) {
-    const int64_t page = hole.page - math_.page(nodes_[hole.node].begin);
-    runs_.for_pages(nodes_[hole.node].run, hole.column, page, page + 1,
-                    [&](int32_t* id, int64_t) { *id = given_id(job, hole.column, hole.page); });
+    const int32_t id = runs_.id_at(hole.column, hole.place) = given_id(job, hole.column, hole.page);
     add_held(hole.node, hole.column, 1);
-    if (!set_of_.empty()) note_places(hole.node, page, page + 1);
+    const int set = set_of_.empty() ? -1 : set_of_[static_cast<size_t>(hole.column)];
+    if (set >= 0) places_[static_cast<size_t>(set)][id] = static_cast<uint32_t>(hole.place);
   }
 }
 
@@ -174,6 +170,21 @@ int64_t PrefixTree::settle(const Insertion& job) {
   return last.depth;
 }
 
+void PrefixTree::prefetch_node(LeaseId lease) const {
+  const int32_t node = leases_[static_cast<size_t>(lease.slot)].node;
+  const char* at = reinterpret_cast<const char*>(&nodes_[node]);
+  __builtin_prefetch(at, 1);
+  __builtin_prefetch(at + sizeof(Node) - 1, 1);
+  for (const auto& held : held_) __builtin_prefetch(held.data() + node, 1);
+}
+
+void PrefixTree::prefetch_tail(LeaseId lease) const {
+  const Run& run = nodes_[leases_[static_cast<size_t>(lease.slot)].node].run;
+  if (run.length == 0) return;
+  runs_.prefetch_end(run);
+  if (!set_of_.empty()) __builtin_prefetch(&owners_[run.tail], 1);
+}
+
 Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& columns, const LeaseId* lease_id,
                             const std::vector<Checkpoint>& checkpoints) {
   Lease* lease = nullptr;
@@ -230,7 +241,7 @@ Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& co
   Inserted result;
   result.present = job.present;
   result.stored = job.stored;
-  if (has_windows_) result.filled.resize(windows_.size());
+  if (!job.holes.empty()) result.filled.resize(windows_.size());
   for (const Hole& hole : job.holes) {
     result.filled[static_cast<size_t>(hole.column)].push_back(static_cast<int32_t>(hole.page));
   }

@@ -87,16 +87,21 @@ LeaseId PrefixTree::lock(const Match& match) {
   return new_lease(end_at(place));
 }
 
-void PrefixTree::count_unlocked(const Match& match, std::vector<int64_t>& columns) const {
-  std::fill(columns.begin(), columns.end(), 0);
-  for (int64_t i = match.path.size(); i-- > 0;) {
+LeaseId PrefixTree::lock_fresh(const Match& match) {
+  reserve(2, 1);
+  reserve_leases(1);
+  if (match.path.size() == 0) return new_lease(find_or_make_root(match.space));
+  return new_lease(end_at({match.path[match.path.size() - 1].node, match.length}));
+}
+
+int64_t PrefixTree::count_unlocked(const Match& match) const {
+  // What is locked, is locked up to the root.
+  int64_t locked = 0;
+  for (int64_t i = match.path.size(); i-- > 0 && locked == 0;) {
     const Node& at = nodes_[match.path[i].node];
-    if (at.locks > 0) break;  // and so is all above it
-    const int64_t pages = math_.page(std::min<int64_t>(at.end(), match.length) - at.begin);
-    for (int c = 0; c < num_columns(); ++c) {
-      columns[static_cast<size_t>(c)] += is_window(c) ? count_held(at.run, c, 0, pages) : pages;
-    }
+    if (at.locks > 0) locked = std::min<int64_t>(at.end(), match.length);
   }
+  return match.length - locked;
 }
 
 int64_t PrefixTree::count_released(const std::vector<LeaseId>& leases) const {
@@ -237,7 +242,7 @@ bool PrefixTree::is_below_lost(int32_t node) const {
 bool PrefixTree::is_lost(LeaseId lease) const { return is_lost(require(lease).node); }
 
 bool PrefixTree::is_lost(int set, int32_t id) const {
-  return is_lost(owners_[runs_.chunk_of(places_[static_cast<size_t>(set)][id] & 0xFFFFFFFF)]);
+  return is_lost(owners_[runs_.chunk_of(places_[static_cast<size_t>(set)][id] & 0xFFFFFFFF)].node);
 }
 
 void PrefixTree::touch(int32_t node) {

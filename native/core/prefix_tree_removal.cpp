@@ -313,17 +313,13 @@ int64_t PrefixTree::plan_punch(LeaseId id, int column, int64_t end) {
       const Node& at = nodes_[each];
       const int64_t first = math_.page(at.begin);
       int64_t page = first;
-      runs_.for_pages(at.run, column, 0, std::min(planned_pages_, math_.page(at.end())) - first,
-                      [&](const int32_t* ids, int64_t n) {
-                        for (int64_t i = 0; i < n; ++i, ++page) {
-                          if (ids[i] < 0) continue;
-                          TreeEvent gone = event(false, each, math_.first_slot(page), math_.first_slot(page + 1));
-                          for (int c = 0; c < num_columns(); ++c) {
-                            if (c != column) gone.columns[static_cast<size_t>(c)][0] = -1;
-                          }
-                          cut_events_.push_back(std::move(gone));
-                        }
-                      });
+      runs_.for_places(at.run, 0, std::min(planned_pages_, math_.page(at.end())) - first,
+                       [&](int32_t, int64_t place, int64_t n) {
+                         for (const int64_t end = place + n; place < end; ++place, ++page) {
+                           const int32_t id = runs_.id_at(column, place);
+                           if (id >= 0) cut_events_.push_back(page_event(false, {each, column, page, place}, id));
+                         }
+                       });
     }
     events_.reserve(events_.size() + cut_events_.size());
   }

@@ -33,6 +33,18 @@ TreeEvent PrefixTree::event(bool is_stored, int32_t node, int64_t begin, int64_t
   return event;
 }
 
+TreeEvent PrefixTree::page_event(bool is_stored, const Hole& at, int32_t id) const {
+  TreeEvent event{is_stored, space_of(at.node), math_.first_slot(at.page), 0, {}, {}, {}};
+  if (at.page > 0) {
+    const Node& node = nodes_[at.node];
+    const bool is_first = math_.first_slot(at.page) == node.begin;
+    event.parent = runs_.id_at(0, is_first ? runs_.last_place(nodes_[node.parent].run) : runs_.place_before(at.place));
+  }
+  event.tokens = decode(runs_.tokens_at(at.place), math_.size());
+  for (int c = 0; c < num_columns(); ++c) event.columns.emplace_back(1, c == at.column ? id : -1);
+  return event;
+}
+
 std::vector<NodeInfo> PrefixTree::nodes(int64_t max_nodes, int64_t max_tokens, const std::string_view* space) const {
   // Leases that protect a node: those that end there, and those that protect its children. Every node above
   // a lease once, the deepest first.
@@ -152,6 +164,22 @@ void PrefixTree::check_node(int32_t index, std::vector<bool>& chunks) const {
     if (!is_window(c) && held_pages != pages) broken(15, index, "a column without a window has a hole");
     if (held(c, index) != held_pages) broken(11, index, "its pages are miscounted");
   }
+  int64_t next = math_.page(node.begin);
+  const auto check_places = [&](int32_t chunk, int64_t place, int64_t n) {
+    for (int64_t end = place + n; place < end; ++place, ++next) {
+      if (owners_[chunk].node != index || owners_[chunk].first_page + place % runs_.pages_per_chunk() != next) {
+        broken(14, index, "one of its chunks is noted to be elsewhere");
+      }
+      for (int c = 0; c < num_columns(); ++c) {
+        const int set = set_of_[static_cast<size_t>(c)];
+        const int32_t id = runs_.id_at(c, place);
+        if (set >= 0 && id >= 0 && places_[static_cast<size_t>(set)][id] != place) {
+          broken(14, index, "one of its pages is noted to be elsewhere");
+        }
+      }
+    }
+  };
+  if (!set_of_.empty()) runs_.for_places(node.run, 0, math_.page(node.run.length), check_places);
   if (has_states_) {
     int64_t before = node.begin;
     for (const Checkpoint& checkpoint : checkpoints_[static_cast<size_t>(index)]) {

@@ -4,7 +4,17 @@ namespace pagoda {
 
 namespace {
 constexpr int64_t kChunkTokens = 64;
+
+// A chunk of the usual page size has four ids: too few to call for.
+void copy_ids(const int32_t* ids, int64_t n, int32_t* out) {
+  if (n == 4) {
+    std::memcpy(out, ids, 4 * sizeof(int32_t));
+  } else {
+    std::memcpy(out, ids, static_cast<size_t>(n) * sizeof(int32_t));
+  }
 }
+
+}  // namespace
 
 RunStore::RunStore(int64_t page_size, int num_columns, int64_t capacity)
     : math_(page_size),
@@ -21,8 +31,11 @@ RunStore::RunStore(int64_t page_size, int num_columns, int64_t capacity)
 
 void RunStore::reserve(int64_t n) {
   const int64_t fresh = n - num_free_;
-  if (fresh <= 0) return;
-  const int64_t chunks = num_chunks() + fresh;
+  if (fresh > 0) expect((num_chunks() + fresh) * chunk_tokens_);
+}
+
+void RunStore::expect(int64_t tokens) {
+  const int64_t chunks = (tokens + chunk_tokens_ - 1) / chunk_tokens_;
   tokens_.reserve(chunks * chunk_tokens_);
   for (auto& column : columns_) column.reserve(chunks * chunk_pages_);
   next_.reserve(chunks);
@@ -82,9 +95,9 @@ void RunStore::append(Run& run, const int32_t* tokens, const std::vector<const i
     const int64_t piece = std::min(chunk_tokens_ - used, n - done);
     std::memcpy(tokens_.data() + run.tail * chunk_tokens_ + used, tokens + done,
                 static_cast<size_t>(piece) * sizeof(int32_t));
+    const int64_t from = math_.page(done), place = run.tail * chunk_pages_ + math_.page(used);
     for (size_t c = 0; c < columns_.size(); ++c) {
-      std::memcpy(columns_[c].data() + run.tail * chunk_pages_ + math_.page(used), columns[c] + math_.page(done),
-                  static_cast<size_t>(math_.page(piece)) * sizeof(int32_t));
+      copy_ids(columns[c] + from, math_.page(piece), columns_[c].data() + place);
     }
     run.length += static_cast<int32_t>(piece);
     done += piece;
@@ -163,7 +176,7 @@ void RunStore::copy_tokens(const Run& run, int64_t begin, int64_t end, int32_t* 
 
 void RunStore::copy_pages(const Run& run, int column, int64_t begin, int64_t end, int32_t* out) const {
   for_pages(run, column, begin, end, [&](const int32_t* ids, int64_t n) {
-    std::memcpy(out, ids, static_cast<size_t>(n) * sizeof(int32_t));
+    copy_ids(ids, n, out);
     out += n;
   });
 }

@@ -38,6 +38,9 @@ class RunStore {
     return (n - (used == 0 ? 0 : chunk_tokens_ - used) + chunk_tokens_ - 1) / chunk_tokens_;
   }
 
+  // Addresses for so many tokens.
+  void expect(int64_t tokens);
+
   // Room for n more chunks: what follows does not fail.
   void reserve(int64_t n);
 
@@ -101,6 +104,16 @@ class RunStore {
     });
   }
   int32_t& id_at(int column, int64_t place) { return columns_[static_cast<size_t>(column)][place]; }
+  int32_t id_at(int column, int64_t place) const { return columns_[static_cast<size_t>(column)][place]; }
+  const int32_t* tokens_at(int64_t place) const { return tokens_.data() + math_.first_slot(place); }
+  int64_t last_place(const Run& run) const {
+    return run.tail * chunk_pages_ + math_.page((run.offset + run.length - 1) % chunk_tokens_);
+  }
+  // Of the page before one of the same run.
+  int64_t place_before(int64_t place) const {
+    return place % chunk_pages_ > 0 ? place - 1
+                                    : int64_t{prev_[place / chunk_pages_]} * chunk_pages_ + chunk_pages_ - 1;
+  }
   int32_t chunk_of(int64_t place) const { return static_cast<int32_t>(place / chunk_pages_); }
   int64_t pages_per_chunk() const { return chunk_pages_; }
 
@@ -117,6 +130,14 @@ class RunStore {
   void prefetch_links(const Run& run) const {
     __builtin_prefetch(&next_[run.head]);
     __builtin_prefetch(&prev_[run.tail]);
+  }
+
+  // What an append touches first.
+  void prefetch_end(const Run& run) const {
+    const int64_t at = run.tail * chunk_tokens_ + (run.offset + run.length) % chunk_tokens_;
+    __builtin_prefetch(tokens_.data() + at, 1);
+    for (const auto& column : columns_) __builtin_prefetch(column.data() + math_.page(at), 1);
+    __builtin_prefetch(&next_[run.tail], 1);
   }
 
   // Marks the run's chunks; false if one is marked already or the chain is broken.

@@ -41,6 +41,7 @@ WINDOWS = [
     Layout([window(5), FULL], {"full": 8, "window": 4}),
     Layout([window(3), window(10)], {"window": 2, "window-2": 4}),
     Layout([FULL, window(4), window(13)], {"full": 4, "window": 4, "window-2": 2}),
+    Layout([FULL, *map(window, (3, 5, 6, 9, 13))], 4),
 ]
 MOST_PAGES = 5  # of the tree, in a prompt
 

@@ -22,10 +22,11 @@ class Delta:
     and targets of each group] int32; everything else is a view of it. Two are equal when their arrays are.
     Errors: ArgumentError for an array that is no delta of so many groups."""
 
-    __slots__ = ("num_groups", "packed")
+    __slots__ = ("num_groups", "packed", "step")
 
     packed: Int32
     num_groups: int
+    step: int  # the step's number
 
     def __init__(self, packed: Int32, num_groups: int) -> None:
         head = 3 + integer(num_groups, "num_groups", 0, ArgumentError)
@@ -40,18 +41,7 @@ class Delta:
         if (sizes < 0).any() or packed.shape[0] != head + 2 * int(sizes.sum()):
             raise ArgumentError(f"packed: {packed.shape[0]} entries are no delta of {num_groups} groups")
         self.packed, self.num_groups = packed, num_groups
-
-    @classmethod
-    def trusted(cls, packed: Int32, num_groups: int) -> Delta:
-        """A delta that a manager has just made: nothing to check. O(1)."""
-        delta = cls.__new__(cls)
-        delta.packed, delta.num_groups = packed, num_groups
-        return delta
-
-    @property
-    def step(self) -> int:
-        """The step's number. O(1)."""
-        return int(self.packed[0]) | int(self.packed[1]) << 31
+        self.step = int(packed[0]) | int(packed[1]) << 31
 
     @property
     def num_writes(self) -> int:
