@@ -367,7 +367,7 @@ ArgumentError.)")
 Cost: its runs. Errors: ArgumentError.)")
       .def("_take_packed", &take_packed)
       .def("pass_fence", &pass_fence, nb::arg("step").none(),
-           R"(Says that this step and those before it have finished on every device: what was freed in them is free.
+           R"(Says that this step and those before it have finished on every device: what waited for them is free.
 
 Cost: what comes free. Errors: ArgumentError for a step that was not taken yet.)")
       .def("pages", &pages, nb::arg("row").none(), nb::arg("group").none(),
