@@ -5,9 +5,11 @@ namespace pagoda {
 namespace {
 constexpr int64_t kChunkTokens = 64;
 
-// A chunk of the usual page size has four ids: too few to call for.
+// A chunk of the usual page size has four ids: too few to call for, and one is what a decode step stores.
 void copy_ids(const int32_t* ids, int64_t n, int32_t* out) {
-  if (n == 4) {
+  if (n == 1) {
+    *out = *ids;
+  } else if (n == 4) {
     std::memcpy(out, ids, 4 * sizeof(int32_t));
   } else {
     std::memcpy(out, ids, static_cast<size_t>(n) * sizeof(int32_t));
@@ -18,13 +20,13 @@ void copy_ids(const int32_t* ids, int64_t n, int32_t* out) {
 
 RunStore::RunStore(int64_t page_size, int num_columns, int64_t capacity)
     : math_(page_size),
+      num_columns_(num_columns),
       chunk_pages_(std::max<int64_t>(1, kChunkTokens / page_size)),
-      chunk_tokens_(chunk_pages_ * page_size),
-      columns_(static_cast<size_t>(num_columns)) {
+      chunk_tokens_(chunk_pages_ * page_size) {
   if (capacity == 0) return;
   const int64_t chunks = capacity / chunk_tokens_;
   tokens_.commit(chunks * chunk_tokens_);
-  for (auto& column : columns_) column.commit(chunks * chunk_pages_);
+  ids_.commit(chunks * num_columns_ * chunk_pages_);
   next_.commit(chunks);
   prev_.commit(chunks);
 }
@@ -37,7 +39,7 @@ void RunStore::reserve(int64_t n) {
 void RunStore::expect(int64_t tokens) {
   const int64_t chunks = (tokens + chunk_tokens_ - 1) / chunk_tokens_;
   tokens_.reserve(chunks * chunk_tokens_);
-  for (auto& column : columns_) column.reserve(chunks * chunk_pages_);
+  ids_.reserve(chunks * num_columns_ * chunk_pages_);
   next_.reserve(chunks);
   prev_.reserve(chunks);
 }
@@ -51,7 +53,7 @@ int32_t RunStore::take() {
   }
   const int64_t chunk = num_chunks();
   tokens_.extend(chunk_tokens_);
-  for (auto& column : columns_) column.extend(chunk_pages_);
+  ids_.extend(num_columns_ * chunk_pages_);
   next_.extend(1);
   prev_.extend(1);
   return static_cast<int32_t>(chunk);
@@ -95,9 +97,11 @@ void RunStore::append(Run& run, const int32_t* tokens, const std::vector<const i
     const int64_t piece = std::min(chunk_tokens_ - used, n - done);
     std::memcpy(tokens_.data() + run.tail * chunk_tokens_ + used, tokens + done,
                 static_cast<size_t>(piece) * sizeof(int32_t));
-    const int64_t from = math_.page(done), place = run.tail * chunk_pages_ + math_.page(used);
-    for (size_t c = 0; c < columns_.size(); ++c) {
-      copy_ids(columns[c] + from, math_.page(piece), columns_[c].data() + place);
+    const int64_t from = math_.page(done), pages = math_.page(piece);
+    int32_t* ids = const_cast<int32_t*>(ids_of(0, run.tail)) + math_.page(used);
+    for (const int32_t* column : columns) {
+      copy_ids(column + from, pages, ids);
+      ids += chunk_pages_;
     }
     run.length += static_cast<int32_t>(piece);
     done += piece;
@@ -108,8 +112,8 @@ void RunStore::copy_rest(int32_t from, int32_t to, int64_t offset) {
   std::memcpy(tokens_.data() + to * chunk_tokens_ + offset, tokens_.data() + from * chunk_tokens_ + offset,
               static_cast<size_t>(chunk_tokens_ - offset) * sizeof(int32_t));
   const int64_t page = math_.page(offset);
-  for (auto& column : columns_) {
-    std::memcpy(column.data() + to * chunk_pages_ + page, column.data() + from * chunk_pages_ + page,
+  for (int c = 0; c < num_columns_; ++c) {
+    std::memcpy(const_cast<int32_t*>(ids_of(c, to)) + page, ids_of(c, from) + page,
                 static_cast<size_t>(chunk_pages_ - page) * sizeof(int32_t));
   }
 }
@@ -205,7 +209,7 @@ bool RunStore::free_chunks_are_right(std::vector<bool>& seen) const {
 
 void RunStore::clear() {
   tokens_.clear();
-  for (auto& column : columns_) column.clear();
+  ids_.clear();
   next_.clear();
   prev_.clear();
   free_ = -1;

@@ -72,7 +72,7 @@ class RunStore {
   template <typename Each>
   void for_pages(const Run& run, int column, int64_t begin, int64_t end, Each each) const {
     for_pieces(run, math_.first_slot(begin), math_.first_slot(end), [&](int32_t chunk, int64_t offset, int64_t n) {
-      each(columns_[column].data() + chunk * chunk_pages_ + math_.page(offset), math_.page(n));
+      each(ids_of(column, chunk) + math_.page(offset), math_.page(n));
     });
   }
   template <typename Each>
@@ -89,22 +89,24 @@ class RunStore {
     if (at <= stop) return;
     for (int32_t chunk = chunk_at(run, at - 1);; chunk = prev_[chunk]) {
       const int64_t last = (run.offset + at - 1) % chunk_tokens_ + 1, n = std::min(last, at - stop);
-      if (!each(columns_[column].data() + chunk * chunk_pages_ + math_.page(last - n), math_.page(n))) return;
+      if (!each(ids_of(column, chunk) + math_.page(last - n), math_.page(n))) return;
       at -= n;
       if (at == stop) return;
     }
   }
 
-  // Calls each(chunk, place, n) for the stretches of pages [begin, end) of a run: `place` is where the id of its first
-  // page lies in every column.
+  // Calls each(chunk, place, n) for the stretches of pages [begin, end) of a run: `place` is where its first page
+  // stands among all pages, the same in every column.
   template <typename Each>
   void for_places(const Run& run, int64_t begin, int64_t end, Each each) const {
     for_pieces(run, math_.first_slot(begin), math_.first_slot(end), [&](int32_t chunk, int64_t offset, int64_t n) {
       each(chunk, chunk * chunk_pages_ + math_.page(offset), math_.page(n));
     });
   }
-  int32_t& id_at(int column, int64_t place) { return columns_[static_cast<size_t>(column)][place]; }
-  int32_t id_at(int column, int64_t place) const { return columns_[static_cast<size_t>(column)][place]; }
+  int32_t id_at(int column, int64_t place) const { return ids_of(column, chunk_of(place))[place % chunk_pages_]; }
+  int32_t& id_at(int column, int64_t place) {
+    return const_cast<int32_t*>(ids_of(column, chunk_of(place)))[place % chunk_pages_];
+  }
   const int32_t* tokens_at(int64_t place) const { return tokens_.data() + math_.first_slot(place); }
   int64_t last_place(const Run& run) const {
     return run.tail * chunk_pages_ + math_.page((run.offset + run.length - 1) % chunk_tokens_);
@@ -136,7 +138,7 @@ class RunStore {
   void prefetch_end(const Run& run) const {
     const int64_t at = run.tail * chunk_tokens_ + (run.offset + run.length) % chunk_tokens_;
     __builtin_prefetch(tokens_.data() + at, 1);
-    for (const auto& column : columns_) __builtin_prefetch(column.data() + math_.page(at), 1);
+    for (int c = 0; c < num_columns_; c += 4) __builtin_prefetch(ids_of(c, run.tail), 1);
     __builtin_prefetch(&next_[run.tail], 1);
   }
 
@@ -148,6 +150,9 @@ class RunStore {
   void clear();
 
  private:
+  const int32_t* ids_of(int column, int64_t chunk) const {
+    return ids_.data() + (chunk * num_columns_ + column) * chunk_pages_;
+  }
   int32_t take();
   void give(int32_t chunk);
   // Tokens and ids of a chunk from an offset on, to the same place of another.
@@ -171,12 +176,13 @@ class RunStore {
   }
 
   PageMath math_;
+  int num_columns_;
   int64_t chunk_pages_;
   int64_t chunk_tokens_;
-  GrowArray<int32_t> tokens_;                // [chunks * chunk_tokens]
-  std::vector<GrowArray<int32_t>> columns_;  // each [chunks * chunk_pages]
-  GrowArray<int32_t> next_, prev_;           // [chunks]
-  int32_t free_ = -1;                        // chunks that were given back, through next_, last in first out
+  GrowArray<int32_t> tokens_;       // [chunks * chunk_tokens]
+  GrowArray<int32_t> ids_;          // [chunks, columns, chunk_pages]: what one chunk has, lies together
+  GrowArray<int32_t> next_, prev_;  // [chunks]
+  int32_t free_ = -1;               // chunks that were given back, through next_, last in first out
   int64_t num_free_ = 0;
 };
 
@@ -187,7 +193,7 @@ int64_t RunStore::common(const Run& run, const int32_t* tokens, int64_t n, int32
     const int32_t* t = tokens_.data() + chunk * chunk_tokens_;
     for (int64_t i = 0; i < chunk_tokens_; i += 16) __builtin_prefetch(t + i);
     if (with_ids) {
-      const int32_t* mine = columns_[0].data() + chunk * chunk_pages_;
+      const int32_t* mine = ids_of(0, chunk);
       for (int64_t i = 0; i < chunk_pages_; i += 16) __builtin_prefetch(mine + i);
     }
   };
@@ -213,8 +219,7 @@ int64_t RunStore::common(const Run& run, const int32_t* tokens, int64_t n, int32
     }
     if (with_ids) {
       const int64_t pages = math_.page(same);
-      std::memcpy(ids, columns_[0].data() + chunk * chunk_pages_ + math_.page(offset),
-                  static_cast<size_t>(pages) * sizeof(int32_t));
+      std::memcpy(ids, ids_of(0, chunk) + math_.page(offset), static_cast<size_t>(pages) * sizeof(int32_t));
       ids += pages;
     }
     done += same;
