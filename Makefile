@@ -16,10 +16,12 @@ VLLM := vllm-0.32.0
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-run: demo ## the main job: for now, the tours
-
-demo: $(INSTALLED) ## tours in the terminal: the pool, and the tree that finds what is computed
+run: $(INSTALLED) ## the main job: a small real model, fetched once, and what the cache saves it
 	@$(BIN)/pagoda demo
+
+demo: $(INSTALLED) ## tours that need no model: the pool, and the tree that finds what is computed
+	@$(BIN)/pagoda demo pool
+	@$(BIN)/pagoda demo tree
 
 test: $(INSTALLED) ## all tests; those that need a GPU are skipped without one
 	$(BIN)/python -m pytest -n auto --dist loadgroup

@@ -5,6 +5,7 @@
     PagodaError
     ├── ConfigError (ValueError)          an object was asked for that cannot be built
     ├── CapacityError (RuntimeError)      ids ran out: .what, .wanted, .free, .total
+    ├── MissingError (RuntimeError)       a model is not here, and could not be fetched
     ├── UsageError                        a call that its caller got wrong
     │   ├── ArgumentError (ValueError)    wrong type, dtype, shape, device or length
     │   ├── IdError                       one id is wrong: .id, .position
@@ -30,6 +31,7 @@ __all__ = [
     "DoubleFreeError",
     "IdError",
     "InvariantError",
+    "MissingError",
     "NotHeldError",
     "OutOfRangeError",
     "PagodaError",
@@ -57,6 +59,10 @@ class CapacityError(PagodaError, RuntimeError):
         # Python prints no integer of thousands of digits.
         wanted = self.wanted if self.wanted < 10**18 else "more than 10^18"
         return f"out of {self.what}: {wanted} wanted, {self.free} free of {self.total}"
+
+
+class MissingError(PagodaError, RuntimeError):
+    """A model is not here, and could not be fetched or kept; the message says what to do."""
 
 
 class UsageError(PagodaError):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from pagoda import __version__
-from pagoda.cli import demo, plan
+from pagoda.cli import demo, plan, talk
 from pagoda.errors import PagodaError
 
 __all__ = ["main"]
@@ -22,11 +22,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"pagoda {__version__}")
     commands = parser.add_subparsers(title="commands", required=True)
-    tour = commands.add_parser("demo", help="a tour: the pool with its pages, then the tree of prefixes")
+    one = commands.add_parser("generate", help="ask a model one question")
+    talk.configure(one, has_prompt=True)
+    one.set_defaults(run=lambda options: talk.generate(options, sys.stdout, sys.stderr))
+    many = commands.add_parser("chat", help="talk to a model")
+    talk.configure(many, has_prompt=False)
+    many.set_defaults(run=lambda options: talk.chat(options, sys.stdin, sys.stdout))
+    tour = commands.add_parser("demo", help="a tour: what a cache saves a real model; also pool and tree")
     tour.add_argument(
-        "part", nargs="?", choices=list(demo.PARTS), help="one part of it; all, if none is named"
+        "part", nargs="?", choices=list(demo.PARTS), help="one part of it; talk, if none is named"
     )
-    tour.add_argument("--device", default="cpu", help="where the pool lies: cpu (the default) or cuda")
+    tour.add_argument("--device", default="cpu", help="where model and pool lie: cpu (the default) or cuda")
     tour.set_defaults(run=lambda options: demo.run(options.part, options.device, sys.stdout))
     sizes = commands.add_parser("plan", help="what a model's cache takes, and what fits into memory")
     plan.configure(sizes)

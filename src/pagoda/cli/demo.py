@@ -7,17 +7,38 @@ from typing import TextIO
 
 from pagoda.cli.tours import pool, tree
 from pagoda.cli.tours.pen import Pen
+from pagoda.errors import ConfigError, MissingError
 
 __all__ = ["PARTS", "run"]
 
+
+def _talk(pen: Pen, device: str) -> None:
+    try:
+        from pagoda.cli.tours import talk  # late: transformers takes seconds, and may not be there
+    except ConfigError as missing:
+        raise MissingError(str(missing)) from missing
+    talk.run(pen, device)
+
+
 PARTS: dict[str, Callable[[Pen, str], None]] = {
+    "talk": _talk,  # a real model, with a cache and without
     "pool": pool.run,  # ids, tables, tensors
     "tree": tree.run,  # what is already computed
 }
 
 
 def run(part: str | None, device: str, out: TextIO) -> None:
-    """One tour, or all of them one after the other. Errors: ConfigError for a device."""
+    """One tour; `talk` if none is named, and where there is no model for it, the others.
+
+    Errors: ConfigError for a device, MissingError where `talk` itself was asked for."""
     pen = Pen(out)
-    for name in PARTS if part is None else [part]:
-        PARTS[name](pen, device)
+    if part is not None:
+        PARTS[part](pen, device)
+        return
+    try:
+        _talk(pen, device)
+    except MissingError as missing:
+        pen.say(pen.wrap(f"There is no model to talk to. {missing}"))
+        pen.say("\nHere are the tours that need none: the pool and the tree.")
+        for name in ("pool", "tree"):
+            PARTS[name](pen, device)

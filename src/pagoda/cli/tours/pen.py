@@ -33,19 +33,27 @@ class Pen:
         self.num_titles += 1
         self._write(f"\n{self.paint('1', f'{self.num_titles}. {text}')}")
 
-    def say(self, text: str = "") -> None:
+    def say(self, text: str = "", indent: int = INDENT) -> None:
         """Text, each of its lines a little to the right."""
         for line in text.split("\n"):
-            self._write(" " * INDENT + line if line else "")
+            self._write(" " * indent + line if line else "")
 
-    def _write(self, text: str) -> None:
+    def live(self, text: str) -> None:
+        """Text as it comes: a line goes on."""
+        self._write(text, end="")
+
+    def _write(self, text: str, end: str = "\n") -> None:
         try:
-            print(text, file=self.out, flush=True)
+            print(text, file=self.out, end=end, flush=True)
         except UnicodeEncodeError:  # a stream of another alphabet: better poor than nothing
-            print(text.encode("ascii", "replace").decode(), file=self.out, flush=True)
+            print(text.encode("ascii", "replace").decode(), file=self.out, end=end, flush=True)
 
     def paint(self, colour: str, text: str) -> str:
         return f"\033[{colour}m{text}\033[0m" if self.has_colour else text
+
+    def wrap(self, text: str) -> str:
+        """Text as lines that fit, the first one further to the left."""
+        return "\n".join(textwrap.wrap(text, self.width, subsequent_indent="  ", break_on_hyphens=False))
 
     def make(self, mistakes: Sequence[Mistake]) -> None:
         """Make mistakes and show how each was caught."""
@@ -54,7 +62,7 @@ class Pen:
                 mistake()
             except kind as error:
                 kind_name = type(error).__name__
-                lines = textwrap.wrap(f"{what}: {kind_name}: {error}", self.width, subsequent_indent="  ")
-                self.say("\n".join(lines).replace(kind_name, self.paint("31", kind_name), 1))
+                lines = self.wrap(f"{what}: {kind_name}: {error}")
+                self.say(lines.replace(kind_name, self.paint("31", kind_name), 1))
             else:
                 raise PagodaError(f"{what} went unnoticed")
