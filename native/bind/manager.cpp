@@ -385,6 +385,13 @@ Cost O(pages). Errors: ArgumentError, OutOfRangeError, NotHeldError.)")
       .def("stored", &lengths<&Manager::Lengths::stored>, nb::arg("rows").none(),
            "Tokens of each row that the tree has: [rows] int32. Cost O(rows). Errors: as `reserved`.")
       .def("_counts", &counts)
+      .def_prop_ro(
+          "page_size", [](const Managed& self) { return self.core.resume_step(); },
+          "Tokens of a page of the tree: where the pages of all groups end. O(1).")
+      .def(
+          "counts", [](const Managed& self) { return tree_counts(self.core.tree()); },
+          nb::sig("def counts(self) -> Counts"),
+          "What the tree holds, as PrefixTree.counts: a column for each page of a group. O(columns).")
       .def(
           "nodes",
           [](const Managed& self, nb::handle most, nb::handle run, nb::handle space) {

@@ -250,16 +250,6 @@ nb::list namespaces(const Tree& self) {
   return names;
 }
 
-nb::object counts(const Tree& self) {
-  nb::object values = nb::module_::import_("pagoda.tree.values");
-  const auto tally = [&](Tally t) { return values.attr("Tally")(t.total, t.total - t.locked, t.locked); };
-  const PrefixTree& core = self.core;
-  nb::list columns;
-  for (int c = 0; c < core.num_columns(); ++c) columns.append(tally(core.pages(c)));
-  return values.attr("Counts")(tally(core.tokens()), nb::tuple(columns), tally(core.states()), core.num_nodes(),
-                               core.num_leaves(), core.num_leases());
-}
-
 nb::object windows(const Tree& self) {
   nb::list columns;
   for (int64_t window : self.core.windows()) columns.append(window == 0 ? nb::none() : nb::object(nb::int_(window)));
@@ -405,7 +395,9 @@ The caller owns the ids it returns. Cost: its runs. Errors: ArgumentError.)")
       .def(
           "reset", [](Tree& self) { self.core.reset(); }, nb::sig("def reset(self) -> None"),
           "Forgets everything, leases included; all ids are the caller's. Cost O(nodes). Tells no listener.")
-      .def("counts", &counts, nb::sig("def counts(self) -> Counts"), "What it holds, kept up to date. O(columns).")
+      .def(
+          "counts", [](const Tree& self) { return tree_counts(self.core); }, nb::sig("def counts(self) -> Counts"),
+          "What it holds, kept up to date. O(columns).")
       .def(
           "check", [](const Tree& self) { self.core.check(); }, nb::sig("def check(self) -> None"),
           "Verifies invariants 10 to 12, 14 and 15. Cost: a walk over all of it. Errors: InvariantError.")

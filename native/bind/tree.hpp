@@ -107,6 +107,7 @@ int clear_listeners(PyObject* self) {
   return 0;
 }
 
+nb::object tree_counts(const PrefixTree& core);
 nb::list list_nodes(const PrefixTree& core, nb::handle max_nodes, nb::handle max_tokens, nb::handle space);
 
 // ── arguments, read in two steps as arrays.hpp says: construct all, then borrow all ─────────────────

@@ -189,6 +189,15 @@ others are still the caller's.)")
       });
 }
 
+nb::object tree_counts(const PrefixTree& core) {
+  nb::object values = nb::module_::import_("pagoda.tree.values");
+  const auto tally = [&](Tally t) { return values.attr("Tally")(t.total, t.total - t.locked, t.locked); };
+  nb::list columns;
+  for (int c = 0; c < core.num_columns(); ++c) columns.append(tally(core.pages(c)));
+  return values.attr("Counts")(tally(core.tokens()), nb::tuple(columns), tally(core.states()), core.num_nodes(),
+                               core.num_leaves(), core.num_leases());
+}
+
 nb::list list_nodes(const PrefixTree& core, nb::handle max_nodes, nb::handle max_tokens, nb::handle space) {
   const int64_t most = to_int(max_nodes, "max_nodes", 0, std::numeric_limits<int64_t>::max() / 2);
   const int64_t run = to_int(max_tokens, "max_tokens", 0, std::numeric_limits<int64_t>::max() / 2);
