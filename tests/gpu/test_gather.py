@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.waiting import no_waiting
+from bench.measure import no_waiting
 from pagoda import CaptureError, TokenPool
 from pagoda.kernels import gather_fused
 
