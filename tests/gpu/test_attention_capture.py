@@ -159,17 +159,20 @@ def test_any_number_of_groups_is_two_launches(num_groups: int):
     assert sorted(names) == ["_count", "_fill"]
 
 
-def test_views_and_batches_of_any_size_share_one_kernel():
+def test_views_and_batches_of_any_size_share_one_kernel_a_set_of_constants():
     """`Launch` looks a kernel up once: an argument that made a variant would get what another compiled."""
     from pagoda.kernels import views_fused
 
     step = Step()
     step.change(1)
+    launches = {views_fused._launch_count: set(), views_fused._launch_fill: set()}
+    for launch in launches:
+        launch.kernel.device_caches.clear()
     for window, max_tokens in ((None, 64), (100, 1)):
         view = PagedView(group_of(window), BATCH, max_tokens, MAX_PAGES, "cuda")
         for batch in (1, 2, 3, 7):
             for at in (0, 1):  # aligned to 16 bytes, and not
-                for launch in (views_fused._launch_count, views_fused._launch_fill):
+                for launch in launches:
                     launch.compiled.clear()
                 of_batch = slice(at, at + batch)
                 view.refresh(
@@ -178,5 +181,7 @@ def test_views_and_batches_of_any_size_share_one_kernel():
                     step.lengths[of_batch],
                     step.starts[at : at + batch + 1],
                 )
-    for kernel in (views_fused._count, views_fused._fill):
-        assert [len(caches[0]) for caches in kernel.device_caches.values()] == [1]
+                for launch, constants in launches.items():
+                    constants |= launch.compiled.keys()
+    for launch, constants in launches.items():
+        assert [len(caches[0]) for caches in launch.kernel.device_caches.values()] == [len(constants)]
