@@ -282,7 +282,7 @@ int main(int argc, char** argv) {
     // Managers of many kinds, each for a while.
     for (uint64_t kind = 0; g_step < steps; ++kind) {
       Fuzz fuzz(seed * 1000 + kind);
-      for (int64_t end = std::min(steps, g_step + 500); g_step < end; ++g_step) fuzz.step();
+      for (int64_t end = std::min(steps, g_step + 60); g_step < end; ++g_step) fuzz.step();
       num_failures += fuzz.num_failures();
     }
   } catch (const BrokenInvariant& e) {
