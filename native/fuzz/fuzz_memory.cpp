@@ -79,6 +79,7 @@ class Fuzz {
   }
 
   int64_t num_failures() const { return num_failures_; }
+  int64_t num_evicted() const { return manager_.stats().evicted; }
 
  private:
   static constexpr int64_t kRows = 7, kTokens = 60;
@@ -88,13 +89,13 @@ class Fuzz {
   std::vector<GroupSpec> specs() {
     switch (below(4)) {
       case 0:
-        return {{"full", 4, 0, 40}};
+        return {{"full", 4, 0, 24}};
       case 1:
-        return {{"full", 2, 0, 80}, {"window", 4, 6, 24}};
+        return {{"full", 2, 0, 50}, {"window", 4, 6, 16}};
       case 2:
-        return {{"window", 4, 6, 30}};
+        return {{"window", 4, 6, 20}};
       default:
-        return {{"window", 2, 5, 50}, {"full", 4, 0, 40}, {"latent", 2, 0, 80}};
+        return {{"window", 2, 5, 30}, {"full", 4, 0, 24}, {"latent", 2, 0, 50}};
     }
   }
 
@@ -277,18 +278,19 @@ int main(int argc, char** argv) {
   if (argc != 3) return 2;
   const uint64_t seed = std::strtoull(argv[1], nullptr, 10);
   const int64_t steps = std::atoll(argv[2]);
-  int64_t num_failures = 0;
+  int64_t num_failures = 0, num_evicted = 0;
   try {
     // Managers of many kinds, each for a while.
     for (uint64_t kind = 0; g_step < steps; ++kind) {
       Fuzz fuzz(seed * 1000 + kind);
       for (int64_t end = std::min(steps, g_step + 60); g_step < end; ++g_step) fuzz.step();
       num_failures += fuzz.num_failures();
+      num_evicted += fuzz.num_evicted();
     }
   } catch (const BrokenInvariant& e) {
     std::printf("step %lld: invariant %d: %s\n", static_cast<long long>(g_step), e.number, e.message.c_str());
     return 1;
   }
-  std::printf("ok: %lld steps, memory ran out %lld times\n", static_cast<long long>(steps),
-              static_cast<long long>(num_failures));
+  std::printf("ok: %lld steps, memory ran out %lld times, %lld pages were evicted\n", static_cast<long long>(steps),
+              static_cast<long long>(num_failures), static_cast<long long>(num_evicted));
 }
