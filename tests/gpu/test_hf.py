@@ -1,4 +1,4 @@
-"""The drop-in on a GPU: answers as close to plain ones as those of a prefill in two parts; streams keep order."""
+"""The drop-in on a GPU: answers as near to plain ones as those of a prefill in two parts; streams in order."""
 
 from typing import Any
 
@@ -65,8 +65,9 @@ def test_logits_differ_no_more_than_those_of_a_prefill_in_two_parts(case: str, d
         cache.check()
     ours_off = max((a - b).abs().max() for a, b in zip(ours, whole, strict=True))
     apart_off = max((a - b).abs().max() for a, b in zip(apart, whole, strict=True))
-    # Bits of the last place, when both are at rounding of the dtype itself.
-    assert ours_off <= apart_off + torch.finfo(dtype).eps * max(a.abs().max() for a in whole)
+    # A few bits of the last place: in float32 both are little else.
+    few = 16 * torch.finfo(dtype).eps * max(a.abs().max() for a in whole)
+    assert ours_off <= apart_off + (few if dtype == torch.float32 else 0)
 
 
 @pytest.mark.parametrize("case", FAMILIES)
@@ -98,7 +99,7 @@ def test_streams_do_not_overtake_each_other():
     right = [model.generate(ids, attention_mask=torch.ones_like(ids), **settings) for ids in asked]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(2)]
-    with pagoda.hf.cached(model, "400KiB") as cache:
+    with pagoda.hf.cached(model, "150KiB") as cache:
         for turn in range(24):
             with torch.cuda.stream(streams[turn % 2]):
                 torch.cuda._sleep(2_000_000)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import GenerationConfig
 
 __all__ = ["Prompts", "Reason", "read_call"]
 
@@ -62,7 +63,7 @@ SETTINGS = {
 }
 # Settings that must have one of these values, and what to say otherwise.
 REQUIRED: dict[str, tuple[tuple[Any, ...], Reason]] = {
-    "use_cache": ((None, True), "use_cache is off"),
+    "use_cache": ((True,), "use_cache is off"),
     "cache_implementation": ((None, "hybrid"), "another kind of cache is asked for"),
     "output_attentions": ((None, False), "attentions of the whole prompt are asked for"),
     "output_hidden_states": ((None, False), "hidden states of the whole prompt are asked for"),
@@ -70,9 +71,12 @@ REQUIRED: dict[str, tuple[tuple[Any, ...], Reason]] = {
     "prefill_chunk_size": ((None,), "the prefill is cut into chunks"),
     "token_healing": ((None, False), "token healing changes the prompt"),
     "is_assistant": ((None, False), "the model assists another one"),
+    "num_beam_groups": ((None, 1), "beams in groups"),
+    "diversity_penalty": ((None, 0.0), "beams in groups"),
 }
 # Neither says anything about a call.
-INNER = {"transformers_version", "compile_config", "use_mtp"}
+INNER = {"transformers_version", "compile_config"}
+NOT_TAKEN = "arguments that generate does not take"
 
 
 @dataclass(frozen=True)
@@ -98,22 +102,28 @@ def read_call(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> P
     try:
         bound = inspect.signature(type(model).generate).bind(model, *args, **kwargs)
     except TypeError:
-        return "arguments that generate does not take"
+        return NOT_TAKEN
     given = dict(bound.arguments)
     given.pop("self", None)
     given |= given.pop("kwargs", {})
+    asked = given.copy()
     given = {name: value for name, value in given.items() if value is not None}
-    config = given.get("generation_config")
-    # What the call sets itself comes before its config, that before the model's.
-    sources = [given, {} if config is None else vars(config), vars(model.generation_config)]
+    configs = [given["generation_config"]] if "generation_config" in given else []
+    configs.append(model.generation_config)
+    if not all(isinstance(config, GenerationConfig) for config in configs):
+        return NOT_TAKEN
+    sources = [vars(config) for config in configs]
 
-    def setting(name: str) -> Any:
-        return next((source[name] for source in sources if source.get(name) is not None), None)
+    def setting(name: str, usual: Any = None) -> Any:
+        """What the call sets itself, also None, comes before its config, that before the model's."""
+        if name in asked:
+            return asked[name]
+        return next((source[name] for source in sources if source.get(name) is not None), usual)
 
-    if (why := _unknown(given, sources[1:])) is not None:
+    if (why := _unknown(given, sources)) is not None:
         return why
     for name, (allowed, why) in REQUIRED.items():
-        if setting(name) not in allowed:
+        if setting(name, allowed[0]) not in allowed:
             return why
     ids = given.get("input_ids", given.get("inputs"))
     if ids is None:
@@ -123,12 +133,15 @@ def read_call(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> P
     rows = ids.detach().cpu().numpy()
     if rows.min() < 0 or rows.max() >= 2**31:
         return "input_ids have a negative token"
-    pads = _pads(given.get("attention_mask"), rows, setting("pad_token_id"))
+    try:
+        pads = _pads(given.get("attention_mask"), rows, setting("pad_token_id"))
+        beams, sequences = int(setting("num_beams") or 1), int(setting("num_return_sequences") or 1)
+        end = setting("eos_token_id")
+        end_tokens = frozenset() if end is None else frozenset(int(each) for each in np.ravel(_plain(end)))
+    except (TypeError, ValueError):
+        return NOT_TAKEN
     if isinstance(pads, str):
         return pads
-    beams, sequences = int(setting("num_beams") or 1), int(setting("num_return_sequences") or 1)
-    end = setting("eos_token_id")
-    end_tokens = frozenset() if end is None else frozenset(int(each) for each in np.ravel(_plain(end)))
     tokens = tuple(row[pad:].astype(np.int32) for row, pad in zip(rows, pads, strict=True))
     return Prompts(ids, tokens, pads, max(beams, sequences), beams > 1, end_tokens)
 
@@ -139,6 +152,8 @@ def _unknown(given: Mapping[str, Any], configs: Sequence[Mapping[str, Any]]) -> 
         return "a cache was passed in"
     if "inputs_embeds" in given:
         return "embeddings as input"
+    if "Assistant" in type(given.get("assistant_model")).__name__:  # the small models made for Gemma
+        return "an assistant that reads what the model has computed"
     known = SETTINGS | REQUIRED.keys()
     for name in sorted(given.keys() - ARGUMENTS - known):
         if name != "synced_gpus" or given[name]:

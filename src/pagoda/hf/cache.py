@@ -154,9 +154,8 @@ class PrefixCache:
             return self._pass_on(prompts, plain, args, kwargs)
         memory = self._memory
         assert memory is not None  # or there would be a reason
-        try:
-            space = f"{namespace}@{identity(self._model)}".encode(errors="surrogatepass")
-        except (NotImplementedError, RuntimeError, TypeError):  # tensors that have no memory of their own
+        space = self._space(namespace)
+        if space is None:
             return self._pass_on("weights of a kind that is not known", plain, args, kwargs)
         cache, hit_tokens = self._begin(memory, prompts, space)
         if isinstance(cache, str):
@@ -167,9 +166,17 @@ class PrefixCache:
             output = plain(*args, **{**kwargs, "past_key_values": cache})
             return output
         finally:
-            # Interrupted or not: what all layers have is right.
-            self._keep_all(memory, prompts, cache, space, output)
+            # Interrupted or not: what all layers have is right, if the weights are still the same.
+            if self._space(namespace) == space:
+                self._keep_all(memory, prompts, cache, space, output)
             cache.close()
+
+    def _space(self, namespace: str) -> bytes | None:
+        """Where prefixes of these weights and this name are, or None where weights cannot be told apart."""
+        try:
+            return f"{namespace}@{identity(self._model)}".encode(errors="surrogatepass")
+        except (NotImplementedError, RuntimeError, TypeError):  # tensors that have no memory of their own
+            return None
 
     def _begin(self, memory: Memory, prompts: Prompts, space: bytes) -> tuple[RecordingCache | Reason, int]:
         """The cache that a call begins with, and how many tokens it has already."""
@@ -178,6 +185,8 @@ class PrefixCache:
             found = memory.find(prompts.tokens, prompts.pads, prompts.copies, space, MORE)
         except torch.OutOfMemoryError:
             return "no memory for the working copy", 0
+        except PagodaError as error:  # the model can do without
+            return f"not found: {error}", 0
         config = self._model.config.get_text_config(decoder=True)
         cache = RecordingCache(config, rows, 0 if found is None else found.num_columns)
         if not cache.is_known:

@@ -34,8 +34,13 @@ def served_layout(model: PreTrainedModel) -> Layout | Reason:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         return "an encoder and a decoder"
-    if getattr(type(model), "generate", None) is not GenerationMixin.generate:
+    generate = getattr(model.generate, "plain", model.generate)  # the one below ours
+    if getattr(generate, "__func__", None) is not GenerationMixin.generate:
         return f"{type(model).__name__} has a generate of its own"
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
+        return "tokens that attend to later ones"
+    if any("rope_deltas" in vars(module) for module in model.modules()):
+        return "positions that depend on the call before"
     if len(set(getattr(model, "hf_device_map", {"": ""}).values())) > 1:
         return "layers on several devices"
     if model.device.type == "meta":
