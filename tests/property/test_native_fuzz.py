@@ -92,7 +92,7 @@ MISTAKES = [
     ("fuzz_tree", "core/prefix_tree_removal.cpp", "at.is_trimmed = true;", ""),
     ("fuzz_memory", "core/prefix_tree_removal.cpp", "rests.reserve(cuts_.size());", ""),
     ("fuzz_memory", "core/manager.cpp", "waiting_.reserve(num_rows, is_touched);", ""),
-    ("fuzz_memory", "core/manager.cpp", "abandon(number, num_writes);", ""),
+    ("fuzz_memory", "core/manager.cpp", "tree_.release(request(number).lease);", ""),
     ("fuzz_memory", "core/manager_grow.cpp", "request.copied.reserve(", "request.ranges.reserve("),
 ]
 
