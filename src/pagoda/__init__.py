@@ -2,8 +2,9 @@
 
 The rooms, each importing only those before it: `errors`, `layout` (what a model stores), `ids` (which ids
 are free), `tables` (which pages a row uses), `tree` (what is already computed), `kernels` (moving keys and
-values), `manager` (what running requests need), `pools` (the tensors), `attention` (what back ends read), `hf` (a cache for
-Hugging Face models), `compat` (the names of public designs), `cli`. docs/layers.md has the map."""
+values), `manager` (what running requests need), `pools` (the tensors), `attention` (what back ends read),
+`hf` (a cache for Hugging Face models), `compat` (the names of public designs), `cli`. docs/layers.md has the
+map."""
 
 from importlib import import_module as _import_module
 from importlib.metadata import version as _version

@@ -1,4 +1,4 @@
-"""The drop-in on a GPU: answers as near to plain ones as those of a prefill in two parts; streams in order."""
+"""The drop-in on a GPU: logits as near to plain ones as those of a prefill in two parts; streams in order."""
 
 from typing import Any
 

@@ -4,13 +4,36 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+import pagoda
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
+def examples(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/hf.md"])
+def test_the_example_with_a_model_runs(page: str, capsys: pytest.CaptureFixture[str]):
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=64, pad_token_id=0)
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    ids = torch.arange(1, 41)[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 2}
+    example = examples(page)[0].replace("4GiB", "4MiB")
+    names = {"model": model, "inputs": inputs, "pagoda": pagoda, "tokenizer": str}
+    exec(compile(example, page, "exec"), names)
+    model.generate(**inputs)
+    assert names["cache"].last().hit_tokens == 32
+    assert "1 calls, 1 served" in capsys.readouterr().out
+
+
 def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]):
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    example = examples("README.md")[1]
     exec(compile(example, "README.md", "exec"), {})
     told = capsys.readouterr().out
     assert "131072 79\n" in told

@@ -56,7 +56,8 @@ class Stats:
     memory_bytes: int  # that were given
     pool_bytes: int  # of them are the pools
     working_bytes: int  # the largest copy that a call began with, besides the pools
-    refused: Mapping[Reason, int]  # calls left to plain generate, by reason
+    refused: Mapping[Reason, int]  # calls left to plain generate, by reason: calls = served + these
+    not_stored: Mapping[Reason, int]  # rows of served calls that were not kept, by reason
 
     def __str__(self) -> str:
         share = f" ({self.hit_tokens / self.prompt_tokens:.0%})" if self.prompt_tokens else ""
@@ -69,6 +70,7 @@ class Stats:
             f"largest working copy {show_bytes(self.working_bytes)}",
         ]
         lines += [f"{count:,} not served: {reason}" for reason, count in sorted(self.refused.items())]
+        lines += [f"{count:,} not stored: {reason}" for reason, count in sorted(self.not_stored.items())]
         return "\n".join(lines)
 
 
@@ -85,6 +87,7 @@ class PrefixCache:
         self._last = threading.local()
         self._counts: Counter[str] = Counter()
         self._refused: Counter[Reason] = Counter()
+        self._not_stored: Counter[Reason] = Counter()
         self._working_bytes = 0
         self._layout: Layout | Reason = ""
         self._memory: Memory | None = None
@@ -110,6 +113,7 @@ class PrefixCache:
                 0 if memory is None else memory.pool_bytes,
                 self._working_bytes,
                 MappingProxyType(dict(self._refused)),
+                MappingProxyType(dict(self._not_stored)),
             )
 
     def last(self) -> Call | None:
@@ -153,7 +157,8 @@ class PrefixCache:
         if isinstance(prompts, str):
             return self._pass_on(prompts, plain, args, kwargs)
         memory = self._memory
-        assert memory is not None  # or there would be a reason
+        if memory is None:  # it moved in another thread
+            return self._pass_on("the model is moving", plain, args, kwargs)
         space = self._space(namespace)
         if space is None:
             return self._pass_on("weights of a kind that is not known", plain, args, kwargs)
@@ -241,7 +246,7 @@ class PrefixCache:
         except (PagodaError, torch.OutOfMemoryError) as error:
             # What the model computed is right all the same.
             with self._lock:
-                self._refused[f"not stored: {error}"] += 1
+                self._not_stored[str(error)] += 1
             return
         with self._lock:
             self._counts["stored_tokens"] += stored
@@ -290,6 +295,11 @@ class PrefixCache:
             if not isinstance(self._layout, str):
                 self._memory = Memory(self._layout, self._memory_bytes, model.device)
             self._made_for = made_for
+
+    def _close(self) -> None:
+        """Gives the pools free, whoever still holds this object. Counts stay."""
+        with self._lock:
+            self._memory, self._layout = None, "the cache is disabled"
 
 
 def _sequences(output: Any) -> list[Tokens]:
@@ -367,6 +377,7 @@ def disable(model: Any) -> None:
     if found.own is not None:
         target.__dict__["generate"] = found.own
     _unhook(target)
+    found.cache._close()
 
 
 def _unhook(model: PreTrainedModel) -> None:

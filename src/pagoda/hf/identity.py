@@ -28,23 +28,24 @@ _unused = itertools.count()
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
+@torch.no_grad()
 def identity(model: torch.nn.Module) -> str:
-    """16 hexadecimal digits. Cost: a walk over all modules, and one copy of a sample to the host: 0.25 ms a
-    layer; on a GPU it waits for the device."""
-    digest = hashlib.blake2b(digest_size=8)
+    """16 hexadecimal digits. Cost: a walk over all modules, and one copy of a sample to the host: some 0.3 ms
+    a layer; on a GPU it waits for the device."""
     config = getattr(model, "config", None)
     everywhere = (*every_module._global_forward_hooks, *every_module._global_forward_pre_hooks)
-    digest.update(repr((getattr(config, "_attn_implementation", None), everywhere)).encode())
+    marks: list[Any] = [getattr(config, "_attn_implementation", None), everywhere]
     samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for module in model.modules():
-        digest.update(repr(_marks(module)).encode())
+        marks += _marks(module)
         for tensors in (module._parameters, module._buffers):
             for tensor in tensors.values():
                 if tensor is None:
                     continue
-                digest.update(repr(_place(tensor)).encode())
+                marks.append(_place(tensor))
                 if tensor.numel() and tensor.device.type != "meta":
-                    samples.setdefault((tensor.dtype, tensor.device), []).append(_sample(tensor.detach()))
+                    samples.setdefault((tensor.dtype, tensor.device), []).append(_sample(tensor))
+    digest = hashlib.blake2b(repr((marks, list(samples))).encode(errors="surrogatepass"), digest_size=8)
     for some in samples.values():
         digest.update(torch.cat(some).cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -53,7 +54,7 @@ def identity(model: torch.nn.Module) -> str:
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     version = 0 if tensor.is_inference() else tensor._version
     at = _number(tensor.untyped_storage()), tensor.storage_offset(), tensor.stride()
-    return at, version, tuple(tensor.shape), str(tensor.dtype), str(tensor.device)
+    return at, version, tuple(tensor.shape), tensor.dtype.itemsize, tensor.dtype.is_floating_point
 
 
 def _number(thing: Any) -> int:
@@ -65,10 +66,11 @@ def _number(thing: Any) -> int:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """[at most SAMPLE] elements, spread over a tensor that is contiguous, of its first row otherwise."""
     if not tensor.is_contiguous():
         return tensor[(0,) * (tensor.dim() - 1)][:SAMPLE].reshape(-1) if tensor.dim() else tensor.reshape(1)
-    flat = tensor.view(-1)
-    return flat[:: max(1, flat.shape[0] // SAMPLE)][:SAMPLE]
+    size = tensor.numel()
+    return tensor.as_strided((min(SAMPLE, size),), (max(1, size // SAMPLE),))
 
 
 def _marks(module: torch.nn.Module) -> list[Any]:
