@@ -173,6 +173,7 @@ class PrefixCache:
         finally:
             # Interrupted or not: what all layers have is right, if the weights are still the same.
             if self._space(namespace) == space:
+                cache.settle()
                 self._keep_all(memory, prompts, cache, space, output)
             cache.close()
 
@@ -206,8 +207,7 @@ class PrefixCache:
         return cache, found.num_tokens
 
     def _keep_prompts(self, memory: Memory, prompts: Prompts, cache: RecordingCache, space: bytes) -> None:
-        """Keeps the prompts as soon as they are computed: others may need them, and this call may not end
-        well."""
+        """Keeps the prompts once they are computed: others may need them, and windows would be held."""
         for number, (tokens, pad) in enumerate(zip(prompts.tokens, prompts.pads, strict=True)):
             self._keep(memory, tokens, cache, number * prompts.copies, pad, space)
         step = memory.layout.resume_step

@@ -153,7 +153,7 @@ class RecordingCache(DynamicCache):
         ]
         self.num_cached = num_cached
         self.is_lost = False
-        self.on_prefill: Any = None  # called once, when the first forward is done
+        self.on_prefill: Any = None  # called once, after the first pass
         self._prompt = tokens.shape[1]
         self._tokens = [tokens[:, :num_cached]]  # [rows, columns] each
         self._entering: torch.Tensor | None = None
@@ -252,6 +252,7 @@ class RecordingCache(DynamicCache):
 
     def enter(self, tokens: Any) -> None:
         """A forward pass begins with these tokens."""
+        self.settle()
         if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 or self._entering is not None:
             self.is_lost = True  # embeddings, or a pass that was broken off and tried again
         self._entering = tokens
@@ -261,10 +262,14 @@ class RecordingCache(DynamicCache):
         if isinstance(self._entering, torch.Tensor):
             self._tokens.append(self._entering)
         self._entering = None
-        if not self._has_run:
-            self._has_run = True
-            if self.on_prefill is not None and not self.is_lost:
-                self.on_prefill()
+        self._has_run = True
+
+    def settle(self) -> None:
+        """What waits for the first pass is done: before the second one, or at the end, so that nobody waits
+        for it before the first token."""
+        if self._has_run and self.on_prefill is not None and not self.is_lost:
+            waiting, self.on_prefill = self.on_prefill, None
+            waiting()
 
     def repeats_cached(self, num_tokens: int) -> bool:
         """Whether the first pass was given all of the prompt although part of it is cached: assisted decoding
