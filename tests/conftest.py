@@ -9,6 +9,9 @@ if not torch.cuda.is_available():
     # Before anything imports triton: it reads this when a kernel is defined.
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Matrices of tests are small and workers many: threads would wait for each other longer than they compute.
+torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():

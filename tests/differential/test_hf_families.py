@@ -3,7 +3,6 @@
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,15 +20,6 @@ from differential.hf_checks import CASES, REFUSED, SERVED, Checked, family, is_h
 from pagoda.hf.families import served_layout
 
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The matrices are so small that threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("case", CASES)

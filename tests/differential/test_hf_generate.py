@@ -39,15 +39,6 @@ from pagoda.hf.families import served_layout
 FAMILIES = ["llama", "gemma3_text", "deepseek_v3", "gpt_oss"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The matrices are so small that threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def new_model(case: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """Two layers: a window and one that keeps all tokens, where a family has both."""
     return sharp_model(case, dtype, seed, num_layers=2)

@@ -252,15 +252,6 @@ def mismatches(layout: Layout, cache: Any, config: Any, length: int) -> tuple[li
     return found, met
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The matrices are so small that threads only wait for each other, seconds of it where cores are few."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @functools.cache
 def model_of(case: str, dtype: torch.dtype) -> Any:
     if config_class(TINY[case].model_type) is None:

@@ -2,7 +2,6 @@
 transformers, hits those of a plain LRU cache, whatever is interrupted."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +73,6 @@ class PlainCache:
             cold = [(used, -len(prefix), prefix) for prefix, used in self.used.items() if prefix not in found]
             del self.used[min(cold)[2]]
         self.touch(wanted)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads of several workers on few cores wait for each other longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ The machine asks, in batches and names, interrupts, clears and changes weights; 
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -38,14 +38,6 @@ from pagoda.layout import latent
 RUNS = settings(
     max_examples=12, stateful_step_count=20, deadline=None, derandomize=True, phases=[Phase.generate]
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ── the drop-in ─────────────────────────────────────────────────────────────────────────────────────
