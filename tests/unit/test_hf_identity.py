@@ -171,16 +171,52 @@ def test_tensors_of_every_kind() -> None:
     model.register_buffer("eight", torch.ones(3).to(torch.float8_e4m3fn))
     model.register_buffer("complex", torch.ones(3, dtype=torch.complex64))
     model.register_buffer("none", None)
-    with torch.inference_mode():
-        model.register_buffer("inferred", torch.randn(7))
     before = identity(model)
     assert identity(model) == before
-    for name in ("weight", "scalar", "short", "whole", "flags", "inferred", "complex"):
+    for name in ("weight", "scalar", "short", "whole", "flags", "complex"):
         with torch.inference_mode():
             getattr(model, name).data[...] = 0  # nobody counts it
         after = identity(model)
         assert after != before, name
         before = after
+
+
+def test_tensors_that_count_no_writes_have_no_identity() -> None:
+    model = torch.nn.Module()
+    with torch.inference_mode():
+        model.register_buffer("inferred", torch.randn(7))
+    with pytest.raises(RuntimeError, match="version"):
+        identity(model)
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (64, 48), (96, 14), (49152, 576)])
+def test_a_sample_is_of_many_columns(shape: tuple[int, int]) -> None:
+    """A head that is taken out behind torch's back is an eighth of the columns."""
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.ones(shape))
+    before = identity(model)
+    eighth = shape[1] // 8
+    for head in range(8):
+        model.weight.data[:, head * eighth : (head + 1) * eighth] = 0
+        assert identity(model) != before, head
+        model.weight.data[...] = 1
+
+
+def test_what_modules_of_others_keep_counts() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._scale, self.strengths, self.extra = 1.0, {"a": 0.5}, torch.ones(3)
+
+    model = Scaled()
+    seen = {identity(model)}
+    model._scale = 2.0
+    seen.add(identity(model))
+    model.strengths["a"] = 0.7
+    seen.add(identity(model))
+    model.extra = torch.zeros(3)
+    seen.add(identity(model))
+    assert len(seen) == 4
 
 
 def test_tied_weights(model: Any) -> None:

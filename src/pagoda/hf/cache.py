@@ -22,7 +22,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from pagoda.errors import ArgumentError, ConfigError, PagodaError
 from pagoda.hf.arguments import Prompts, Reason, read_call
 from pagoda.hf.families import served_layout
-from pagoda.hf.identity import identity
+from pagoda.hf.identity import identity, settings
 from pagoda.hf.memory import Memory, Tokens
 from pagoda.hf.recording import MORE, RecordingCache, after_forward, before_forward
 from pagoda.layout import Layout
@@ -91,7 +91,8 @@ class PrefixCache:
         self._working_bytes = 0
         self._layout: Layout | Reason = ""
         self._memory: Memory | None = None
-        self._made_for: tuple[torch.device, torch.dtype] | None = None
+        self._made_for: tuple[Any, ...] | None = None  # device, dtype, what the config says
+        self._is_closed = False
         self._renew()
 
     # ── looking at it ───────────────────────────────────────────────────────────────────────────────
@@ -172,15 +173,19 @@ class PrefixCache:
             return output
         finally:
             # Interrupted or not: what all layers have is right, if the weights are still the same.
-            if self._space(namespace) == space:
-                cache.settle()
-                self._keep_all(memory, prompts, cache, space, output)
-            cache.close()
+            try:
+                if self._space(namespace) == space:
+                    cache.settle()
+                    self._keep_all(memory, prompts, cache, space, output)
+            except Exception as error:
+                self._note_loss(error)
+            finally:
+                cache.close()
 
     def _space(self, namespace: str) -> bytes | None:
         """Where prefixes of these weights and this name are, or None where weights cannot be told apart."""
         try:
-            return f"{namespace}@{identity(self._model)}".encode(errors="surrogatepass")
+            return "".join((namespace, "@", identity(self._model))).encode(errors="surrogatepass")
         except (NotImplementedError, RuntimeError, TypeError):  # tensors that have no memory of their own
             return None
 
@@ -208,6 +213,11 @@ class PrefixCache:
 
     def _keep_prompts(self, memory: Memory, prompts: Prompts, cache: RecordingCache, space: bytes) -> None:
         """Keeps the prompts once they are computed: others may need them, and windows would be held."""
+        rows = cache.tokens()[:: prompts.copies, : prompts.length].cpu().numpy()
+        for row, tokens, pad in zip(rows, prompts.tokens, prompts.pads, strict=True):
+            if not np.array_equal(row[pad:], tokens):  # somebody wrote into them on the way
+                cache.is_lost = True
+                return
         for number, (tokens, pad) in enumerate(zip(prompts.tokens, prompts.pads, strict=True)):
             self._keep(memory, tokens, cache, number * prompts.copies, pad, space)
         step = memory.layout.resume_step
@@ -243,13 +253,15 @@ class PrefixCache:
 
         try:
             stored = memory.keep(tokens, columns, space)
-        except (PagodaError, torch.OutOfMemoryError) as error:
-            # What the model computed is right all the same.
-            with self._lock:
-                self._not_stored[str(error)] += 1
+        except Exception as error:  # what the model computed is right all the same
+            self._note_loss(error)
             return
         with self._lock:
             self._counts["stored_tokens"] += stored
+
+    def _note_loss(self, error: Exception) -> None:
+        with self._lock:
+            self._not_stored[f"{type(error).__name__}: {error}"] += 1
 
     def _pass_on(
         self, reason: Reason, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -275,6 +287,8 @@ class PrefixCache:
         model = self._model
         if model.training:
             return "the model is in training mode"
+        if any(module.training and _drops(module) for module in model.modules()):
+            return "a part of the model is in training mode"
         if torch.is_autocast_enabled(model.device.type):
             return "autocast is on"
         try:
@@ -286,20 +300,30 @@ class PrefixCache:
     def _renew(self) -> None:
         """Makes the pools for where the model is now. Errors: ConfigError."""
         model = self._model
-        made_for = model.device, model.dtype
+        made_for = model.device, model.dtype, settings(model.config)
         with self._lock:
-            if self._made_for == made_for:
+            if self._made_for == made_for or self._is_closed:
                 return
-            self._memory, self._made_for = None, None
-            self._layout = served_layout(model)
-            if not isinstance(self._layout, str):
-                self._memory = Memory(self._layout, self._memory_bytes, model.device)
+            layout, before = served_layout(model), self._made_for
+            if before is not None and before[:2] == made_for[:2] and layout == self._layout:
+                self._made_for = made_for  # the config says something else, but not of this
+                return
+            self._memory, self._made_for, self._layout = None, None, layout
+            if not isinstance(layout, str):
+                self._memory = Memory(layout, self._memory_bytes, model.device)
             self._made_for = made_for
 
     def _close(self) -> None:
         """Gives the pools free, whoever still holds this object. Counts stay."""
         with self._lock:
-            self._memory, self._layout = None, "the cache is disabled"
+            self._memory, self._layout, self._is_closed = None, "the cache is disabled", True
+
+
+def _drops(module: torch.nn.Module) -> bool:
+    """Whether a module in training mode leaves things out at random."""
+    return any("dropout" in name and value for name, value in vars(module).items()) or bool(
+        getattr(module, "p", 0) and "Dropout" in type(module).__name__
+    )
 
 
 def _sequences(output: Any) -> list[Tokens]:

@@ -41,6 +41,8 @@ def served_layout(model: PreTrainedModel) -> Layout | Reason:
         return "tokens that attend to later ones"
     if any("rope_deltas" in vars(module) for module in model.modules()):
         return "positions that depend on the call before"
+    if getattr(config, "attn_temperature_tuning", None):  # Llama 4: by column, padding included
+        return "queries that are scaled by their column"
     if len(set(getattr(model, "hf_device_map", {"": ""}).values())) > 1:
         return "layers on several devices"
     if model.device.type == "meta":

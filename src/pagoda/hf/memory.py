@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagoda.errors import CapacityError, ConfigError, NotHeldError
+from pagoda.errors import ArgumentError, CapacityError, ConfigError, NotHeldError
 from pagoda.layout import LatentAttention, Layout, PagedGroup
 from pagoda.layout.numbers import num_bytes, show_bytes
 from pagoda.manager import Manager
@@ -239,6 +239,11 @@ class Memory:
                 found = columns(layer, begin, end)
                 if found is None:
                     return False
+                if found[0].dtype != self._pools[group.name].dtype:
+                    raise ArgumentError(
+                        f"layer {layer} computes {found[0].dtype}, and its pool has the dtype of the model, "
+                        f"{self._pools[group.name].dtype}"
+                    )
                 read[layer] = found
         at = np.arange(begin, end)
         for group in self.layout.paged_groups:
