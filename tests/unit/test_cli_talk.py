@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,14 @@ def run(command: str, *arguments: str) -> int:
 
 
 # ── one question ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(autouse=True)
+def interrupts_arrive() -> Iterator[None]:
+    """What runs in the background of a shell ignores them, and so would its tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_generate_says_what_transformers_says(folder: Path, plain: Plain, capsys: pytest.CaptureFixture[str]):
@@ -432,7 +441,13 @@ def test_a_chat_in_a_terminal(folder: Path):
     ]
     environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb"}
     with subprocess.Popen(
-        command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
+        command,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells in the background ignore it
     ) as chat:
         os.close(slave)
         told = ""

@@ -83,7 +83,7 @@ class PrefixCache:
     def __init__(self, model: PreTrainedModel, memory: int | str) -> None:
         self._model = model
         self._memory_bytes = num_bytes(memory)
-        self._lock = threading.Lock()  # of the counts and of which memory there is
+        self._lock = threading.RLock()  # of the counts and of which memory there is
         self._last = threading.local()
         self._counts: Counter[str] = Counter()
         self._refused: Counter[Reason] = Counter()

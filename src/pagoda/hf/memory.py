@@ -271,7 +271,7 @@ class Memory:
     def _alone(self) -> Iterator[None]:
         """No other thread works here, no row runs, and work of this stream begins behind that of the last
         one."""
-        with self._lock, torch.no_grad():
+        with self._lock:
             held = self.manager.stats()
             if held.rows or held.waiting_rows:  # a call was interrupted between two lines
                 self._release([row for row in (1, 2) if self._is_running(row)])
