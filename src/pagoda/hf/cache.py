@@ -232,7 +232,7 @@ class PrefixCache:
         """Keeps what a call has computed, as far as every layer has it."""
         if cache.is_lost:
             return
-        rows = cache.tokens()[:, : cache.num_columns].cpu().numpy().astype(np.int32)
+        rows = cache.tokens().cpu().numpy().astype(np.int32)
         answers = None
         if prompts.is_beams:
             # Other beams than those that were chosen will not be asked for again.

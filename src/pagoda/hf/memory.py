@@ -143,15 +143,13 @@ class Memory:
     def _slots(self, row: Tokens, n: int, columns: int, namespace: bytes) -> dict[str, npt.NDArray[np.int32]]:
         """Where the first n tokens of a row lie, by group, −1 for padding before them: of a window the last
         columns."""
-        if n == 0:
-            return {group.name: self._padding(group, columns) for group in self.layout.paged_groups}
         admitted = [
             self.manager.admit(row[: end + 1], namespace=namespace, reserve=0) for end in self._ends(n)
         ]
         slots = {}
         for group in self.layout.paged_groups:
             size = group.page_tokens
-            pages = np.zeros(-(-n // size), np.int32)
+            pages = np.zeros(max(1, -(-n // size)), np.int32)
             for each in reversed(admitted):  # the longer one last
                 ids = self.manager.pages(each.row, group.name)[: pages.size]
                 pages[: ids.size] = np.where(ids > 0, ids, pages[: ids.size])
@@ -169,11 +167,6 @@ class Memory:
         step = self.layout.resume_step
         ends = {-(-n // step) * step, n // step * step if self._has_windows else 0}
         return sorted(ends - {0}, reverse=True)
-
-    @staticmethod
-    def _padding(group: PagedGroup, columns: int) -> npt.NDArray[np.int32]:
-        width = columns if group.window is None else min(columns, group.window - 1)
-        return np.full(width, -1, np.int32)
 
     def _gather(
         self, group: PagedGroup, slots: npt.NDArray[np.int32], num_rows: int, room: int
