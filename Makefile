@@ -24,7 +24,7 @@ demo: $(INSTALLED) ## tours that need no model: the pool, and the tree that find
 	@$(BIN)/pagoda demo tree
 
 test: $(INSTALLED) ## all tests; those that need a GPU are skipped without one
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(BIN)/python -m pytest -n auto --dist loadgroup --max-worker-restart 0
 
 check: $(INSTALLED) ## formatting, lint, types
 	$(BIN)/ruff format --check .
@@ -55,7 +55,7 @@ models: $(INSTALLED) ## docs/models.md, made from the shipped configs
 # With the Python of a GPU machine, which brings torch, triton and pytest: nothing is fetched.
 test-gpu: ## all tests on a machine with a GPU, compiled kernels, offline
 	$(PYTHON) -m pip install -q --no-build-isolation --no-index --no-deps --upgrade --target build/site .
-	PYTHONPATH=build/site $(PYTHON) -m pytest -p no:benchmark -n 8 --dist loadgroup
+	PYTHONPATH=build/site $(PYTHON) -m pytest -p no:benchmark -n 8 --dist loadgroup --max-worker-restart 0
 
 clean: ## remove what was built and installed
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/results

@@ -1,6 +1,9 @@
 """What all tests share: devices, and Triton's interpreter where there is no GPU."""
 
+import faulthandler
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,6 +22,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+# The longest test takes two minutes on an idle machine. One that waits for ever would have everybody wait.
+_PATIENCE = 600  # seconds
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Ends a process whose test hangs, with the lines where its threads stand, and so the run."""
+    faulthandler.dump_traceback_later(_PATIENCE, exit=True, file=sys.__stderr__)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -5,12 +5,13 @@ import itertools
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -452,25 +453,35 @@ def test_a_chat_in_a_terminal(folder: Path):
         os.close(slave)
         told = ""
 
-        def until(text: str) -> None:
-            """Reads on until it is told, and forgets all before it."""
+        def until(text: str, nudge: Callable[[], None] = lambda: None) -> None:
+            """Reads on until it is told, and forgets all before it. While nothing comes, nudges."""
             nonlocal told
             end = time.monotonic() + 120
             while text not in told:
                 assert time.monotonic() < end, told
-                told += os.read(master, 4096).decode(errors="replace")
+                if select.select([master], [], [], 2)[0]:
+                    told += os.read(master, 4096).decode(errors="replace")
+                else:
+                    nudge()
             told = told.partition(text)[2]
 
-        until("Ctrl-D ends.")
-        until("> ")
-        os.write(master, b"Why?\n")
-        until("from the cache")
-        until("> ")
-        chat.send_signal(signal.SIGINT)
-        until("Ctrl-D or /quit ends")
-        until("> ")
-        os.write(master, b"\x04")
-        assert chat.wait(60) == 0
+        def press() -> None:
+            chat.send_signal(signal.SIGINT)
+
+        try:
+            until("Ctrl-D ends.")
+            until("> ")
+            os.write(master, b"Why?\n")
+            until("from the cache")
+            until("> ")
+            press()
+            # Python's `input` sleeps through an interrupt that comes before it waits: a person presses again.
+            until("Ctrl-D or /quit ends", press)
+            until("> ")
+            os.write(master, b"\x04")
+            assert chat.wait(60) == 0
+        finally:
+            chat.kill()
     os.close(master)
 
 
