@@ -13,11 +13,11 @@ import triton.language as tl
 from pagoda.kernels.launch import Launch
 from pagoda.kernels.reference import FP8_DTYPES
 
-__all__ = ["copy_pages", "pack", "store", "unpack", "write_entries"]
+__all__ = ["copy_pages", "pack", "rounded", "store", "unpack", "write_entries"]
 
 
 @triton.jit
-def _rounded(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+def rounded(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """float32 to the bits of a narrower float, to nearest even, spelled out in integers.
 
     For Triton's interpreter, whose own cast to bfloat16 truncates and to fp8 rounds otherwise, and
@@ -85,7 +85,7 @@ def _store_rows(
         elif x.dtype == tl.float64:
             x = x.to(tl.float32)
         if MANTISSA > 0:
-            x = _rounded(x.to(tl.float32), MANTISSA, BIAS)
+            x = rounded(x.to(tl.float32), MANTISSA, BIAS)
         to = pool + slot[:, None] * WIDTH + column[None, :]
         tl.store(to, x.to(pool.dtype.element_ty), mask=is_slot[:, None] & is_column)
 

@@ -1,0 +1,209 @@
+"""The Triton kernels of `compress`: a program makes one entry, or keeps the projections of a few tokens.
+Offsets are 64-bit."""
+
+# Kernels are Triton's language, not Python's.
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False
+# mypy: disallow-incomplete-defs=False, disallow-untyped-calls=False
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from pagoda.kernels.entries_fused import is_spelled, readable, row_of, rows_and_stride, wide
+
+if TYPE_CHECKING:
+    from pagoda.kernels.entries import Tokens
+
+__all__ = ["compress", "push"]
+
+
+@triton.jit
+def _pooled(
+    token, position, row, request, request_ids, values, scores, value_stride, score_stride, state_values,
+    state_scores, column, is_column, RATIO: tl.constexpr, SPAN: tl.constexpr, PLACES: tl.constexpr,
+    CHANNELS: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr, IS_SPELLED: tl.constexpr,
+):  # fmt: skip
+    """Columns of the entry that a token ends: a softmax over SPAN tokens, STEP of them at a time."""
+    most = tl.full(column.shape, float("-inf"), tl.float32)
+    total = tl.zeros(column.shape, tl.float32)
+    sums = tl.zeros(column.shape, tl.float32)
+    for first in range(0, SPAN, STEP):
+        at = first + tl.arange(0, STEP)
+        back = SPAN - 1 - at
+        is_token = (at < SPAN) & (back <= position)  # before the first token there is none
+        is_given = is_token & (back <= token)
+        of = tl.load(request_ids + token - back, mask=is_given, other=-1)
+        is_given = is_given & (of == request)
+        is_kept = is_token & (is_given == 0)
+        # Low channels of the block before, high ones of its own; with one projection all are its own.
+        channel = column[None, :] + tl.where(at >= RATIO, CHANNELS - DIM, 0)[:, None]
+        given = (token - back).to(tl.int64)[:, None]
+        kept = (row * PLACES + (position - back) % PLACES)[:, None] * CHANNELS + channel
+        given_mask, kept_mask = is_given[:, None] & is_column[None, :], is_kept[:, None] & is_column[None, :]
+        score = wide(tl.load(scores + given * score_stride + channel, mask=given_mask, other=0), IS_SPELLED)
+        score = tl.where(given_mask, score, tl.load(state_scores + kept, mask=kept_mask, other=float("-inf")))
+        value = wide(tl.load(values + given * value_stride + channel, mask=given_mask, other=0), IS_SPELLED)
+        value = tl.where(given_mask, value, tl.load(state_values + kept, mask=kept_mask, other=0))
+        new_most = tl.maximum(most, tl.max(score, 0))
+        shift = tl.where(new_most > float("-inf"), new_most, 0.0)
+        weight = tl.exp(score - shift[None, :])
+        fade = tl.exp(most - shift)
+        total = total * fade + tl.sum(weight, 0)
+        sums = sums * fade + tl.sum(tl.where(weight > 0, value, 0.0) * weight, 0)
+        most = new_most
+    return sums / tl.where(total > 0, total, 1.0)
+
+
+@triton.jit(
+    do_not_specialize=["batch", "num_rows"],
+    do_not_specialize_on_alignment=["rows", "request_ids", "positions"],
+)
+def _compress(
+    rows, request_ids, positions, values, scores, value_stride, score_stride, state_values, state_scores, out,
+    weight, epsilon, cos, sin, batch, num_rows,
+    RATIO: tl.constexpr, SPAN: tl.constexpr, PLACES: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr,
+    HALF_ROPE: tl.constexpr, HAS_NORM: tl.constexpr, FLAT_SPAN: tl.constexpr, HALF_SPAN: tl.constexpr,
+    STEP: tl.constexpr, IS_SPELLED: tl.constexpr,
+):  # fmt: skip
+    # The rotated numbers stand in pairs: the first of all pairs are a vector, the second another.
+    FLAT: tl.constexpr = DIM - 2 * HALF_ROPE
+    token = tl.program_id(0)
+    column = tl.arange(0, FLAT_SPAN)
+    is_column = column < FLAT
+    pair = tl.arange(0, HALF_SPAN)
+    is_pair = pair < HALF_ROPE
+    even_at = FLAT + 2 * pair
+    to = out + token.to(tl.int64) * DIM
+    position = tl.load(positions + token)
+    request = tl.load(request_ids + token)
+    row = tl.where(position >= 0, row_of(request, rows, batch, num_rows), 0)
+    if (row > 0) & ((position + 1) % RATIO == 0):
+        flat = _pooled(
+            token, position, row, request, request_ids, values, scores, value_stride, score_stride,
+            state_values, state_scores, column, is_column, RATIO, SPAN, PLACES, CHANNELS, DIM, STEP,
+            IS_SPELLED,
+        )  # fmt: skip
+        even, odd = tl.zeros((HALF_SPAN,), tl.float32), tl.zeros((HALF_SPAN,), tl.float32)
+        if HALF_ROPE > 0:
+            even = _pooled(
+                token, position, row, request, request_ids, values, scores, value_stride, score_stride,
+                state_values, state_scores, even_at, is_pair, RATIO, SPAN, PLACES, CHANNELS, DIM, STEP,
+                IS_SPELLED,
+            )  # fmt: skip
+            odd = _pooled(
+                token, position, row, request, request_ids, values, scores, value_stride, score_stride,
+                state_values, state_scores, even_at + 1, is_pair, RATIO, SPAN, PLACES, CHANNELS, DIM, STEP,
+                IS_SPELLED,
+            )  # fmt: skip
+        if HAS_NORM:
+            squares = tl.sum(flat * flat, 0) + tl.sum(even * even, 0) + tl.sum(odd * odd, 0)
+            factor = tl.rsqrt(squares / DIM + epsilon)
+            flat = flat * factor * wide(tl.load(weight + column, mask=is_column, other=0), IS_SPELLED)
+            even = even * factor * wide(tl.load(weight + even_at, mask=is_pair, other=0), IS_SPELLED)
+            odd = odd * factor * wide(tl.load(weight + even_at + 1, mask=is_pair, other=0), IS_SPELLED)
+        if HALF_ROPE > 0:
+            angle = token.to(tl.int64) * HALF_ROPE + pair
+            c = wide(tl.load(cos + angle, mask=is_pair, other=0), IS_SPELLED)
+            s = wide(tl.load(sin + angle, mask=is_pair, other=0), IS_SPELLED)
+            turned = even * c - odd * s
+            tl.store(to + even_at, turned, mask=is_pair)
+            tl.store(to + even_at + 1, odd * c + even * s, mask=is_pair)
+        tl.store(to + column, flat, mask=is_column)
+    else:
+        tl.store(to + column, tl.zeros((FLAT_SPAN,), tl.float32), mask=is_column)
+        tl.store(to + even_at, tl.zeros((HALF_SPAN,), tl.float32), mask=is_pair)
+        tl.store(to + even_at + 1, tl.zeros((HALF_SPAN,), tl.float32), mask=is_pair)
+
+
+_STEP_NUMBERS = 4096  # that a program looks at together
+
+
+def compress(
+    tokens: Tokens,
+    values: torch.Tensor,
+    scores: torch.Tensor,
+    ratio: int,
+    state_values: torch.Tensor,
+    state_scores: torch.Tensor,
+    out: torch.Tensor,
+    norm: tuple[torch.Tensor, float] | None,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    num_tokens, dim = out.shape
+    if num_tokens == 0:
+        return
+    spelled = is_spelled(out.device)
+    channels = values.shape[1]
+    span = ratio * channels // dim
+    half_rope = 0 if rotary is None else rotary[0].shape[1]
+    flat_span = triton.next_power_of_2(max(dim - 2 * half_rope, 1))
+    step = min(triton.next_power_of_2(span), max(1, _STEP_NUMBERS // flat_span))
+    given, stride = rows_and_stride(values)
+    given_scores, score_stride = rows_and_stride(scores)
+    weight, epsilon = (out, 0.0) if norm is None else norm
+    cos, sin = (out, out) if rotary is None else (table.contiguous() for table in rotary)
+    _compress[(num_tokens,)](
+        tokens.rows, tokens.request_ids, tokens.positions, readable(given, spelled),
+        readable(given_scores, spelled), stride, score_stride, state_values, state_scores, out,
+        readable(weight, spelled), float(epsilon), readable(cos, spelled), readable(sin, spelled),
+        tokens.rows.shape[0], state_values.shape[0],
+        RATIO=ratio, SPAN=span, PLACES=state_values.shape[1], CHANNELS=channels, DIM=dim,
+        HALF_ROPE=half_rope, HAS_NORM=norm is not None, FLAT_SPAN=flat_span,
+        HALF_SPAN=triton.next_power_of_2(max(half_rope, 1)), STEP=step, IS_SPELLED=spelled, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "batch", "num_rows"],
+    do_not_specialize_on_alignment=["rows", "request_ids", "positions"],
+)
+def _push(
+    rows, request_ids, positions, values, scores, value_stride, score_stride, state_values, state_scores,
+    num_tokens, batch, num_rows,
+    PLACES: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    IS_SPELLED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_token = token < num_tokens
+    request = tl.load(request_ids + token, mask=is_token, other=-1)
+    position = tl.load(positions + token, mask=is_token, other=-1)
+    later = tl.load(request_ids + token + PLACES, mask=token + PLACES < num_tokens, other=-1)
+    row = tl.where(position >= 0, row_of(request, rows, batch, num_rows), 0)
+    is_written = (row > 0) & (later != request)
+    place = (row * PLACES + position % PLACES) * CHANNELS
+    for first in tl.static_range(0, CHANNELS, BLOCK):
+        column = (first + tl.arange(0, BLOCK))[None, :]
+        mask = is_written[:, None] & (column < CHANNELS)
+        given = token.to(tl.int64)[:, None]
+        value = tl.load(values + given * value_stride + column, mask=mask)
+        score = tl.load(scores + given * score_stride + column, mask=mask)
+        tl.store(state_values + place[:, None] + column, wide(value, IS_SPELLED), mask=mask)
+        tl.store(state_scores + place[:, None] + column, wide(score, IS_SPELLED), mask=mask)
+
+
+def push(
+    tokens: Tokens,
+    values: torch.Tensor,
+    scores: torch.Tensor,
+    state_values: torch.Tensor,
+    state_scores: torch.Tensor,
+) -> None:
+    num_tokens = tokens.positions.shape[0]
+    if num_tokens == 0:
+        return
+    spelled = is_spelled(state_values.device)
+    channels = values.shape[1]
+    block = min(triton.next_power_of_2(channels), 1024)
+    rows = max(1, 1024 // block)
+    given, stride = rows_and_stride(values)
+    given_scores, score_stride = rows_and_stride(scores)
+    _push[(triton.cdiv(num_tokens, rows),)](
+        tokens.rows, tokens.request_ids, tokens.positions, readable(given, spelled),
+        readable(given_scores, spelled), stride, score_stride, state_values, state_scores,
+        num_tokens, tokens.rows.shape[0], state_values.shape[0], PLACES=state_values.shape[1],
+        CHANNELS=channels, ROWS=rows, BLOCK=block, IS_SPELLED=spelled, num_warps=4,
+    )  # fmt: skip

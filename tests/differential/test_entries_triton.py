@@ -1,0 +1,327 @@
+"""The Triton kernels of entries against the torch reference, bit for bit, and both against plain Python."""
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from differential.entry_layouts import ENTRIES
+from pagoda.kernels import entries_reference
+from pagoda.kernels.entries import Codec, Tokens
+from pagoda.kernels.entries_reference import decode, encode
+
+if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
+    entries_fused = pytest.importorskip("pagoda.kernels.entries_fused", reason="needs triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CASES = settings(
+    max_examples=200 if DEVICE == "cuda" else 20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+# numpy says so where numbers pass those of float16 or, quantised, of float32: they are infinite then.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
+NUM_ROWS, NUM_PAGES, COLUMNS = 4, 9, 3
+
+
+class Case(NamedTuple):
+    """A batch over pools of noise: what was there before is there after, where nothing is written."""
+
+    codec: Codec
+    tokens: Tokens
+    spans: list[tuple[int, int, int]]  # row, first position, number of tokens a request
+    values: torch.Tensor
+    table: torch.Tensor
+    pages: torch.Tensor
+    entries_per_page: int
+    ring: torch.Tensor
+    ring_positions: torch.Tensor
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    entry = ENTRIES[draw(st.sampled_from(sorted(ENTRIES)))]
+    codec = Codec.of(entry)
+    random = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    entries_per_page = draw(st.sampled_from([1, 2, 5, 8]))
+    ring_size = draw(st.sampled_from([1, 3, 8]))
+    rows = draw(st.permutations(range(NUM_ROWS + 1)))[: draw(st.integers(0, NUM_ROWS))]
+    spans = [(row, draw(st.integers(0, 30)), draw(st.integers(0, 12))) for row in rows]
+    ids, positions = [], []
+    for request, (_, first, number) in enumerate(spans):
+        ids += [request] * number
+        positions += range(first, first + number)
+        padding = draw(st.integers(0, 2))
+        ids += [-1] * padding
+        positions += draw(st.lists(st.integers(-5, 40), min_size=padding, max_size=padding))
+    if draw(st.booleans()) and rows:  # a row that is none
+        spans[0] = (draw(st.sampled_from([-1, NUM_ROWS + 1, 10**6])), *spans[0][1:])
+    tokens = Tokens(
+        *(
+            torch.tensor(x, dtype=torch.int32).reshape(-1)
+            for x in ([row for row, _, _ in spans], ids, positions)
+        )
+    )
+    values = torch.randn(len(ids), codec.dim, generator=random)
+    values *= torch.randint(-20, 20, (len(ids), 1), generator=random).float().exp2()
+    values = values.to(draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))
+    table = torch.randint(-1, NUM_PAGES + 1, (NUM_ROWS + 1, COLUMNS), generator=random, dtype=torch.int32)
+    # Each block once, as the free-list gives them; what is none may stand twice.
+    is_first = torch.zeros_like(table, dtype=torch.bool).view(-1)
+    seen: set[int] = set()
+    for at, block in enumerate(table.view(-1).tolist()):
+        is_first[at] = block not in seen
+        seen.add(block)
+    table = table.where(is_first.view_as(table), -1)
+
+    def noise(*shape: int) -> torch.Tensor:
+        """Bytes that are numbers in every format."""
+        n = shape[0]
+        numbers = torch.randn(n, codec.dim, generator=random)
+        data, scales = encode(codec, numbers)
+        return torch.cat([data, scales], 1)
+
+    page_bytes = entry.page_bytes(entries_per_page)
+    pages = torch.randint(0, 256, (NUM_PAGES, page_bytes), generator=random, dtype=torch.uint8)
+    filled = noise(NUM_PAGES * entries_per_page)
+    data, scales = filled.split([codec.data_bytes, codec.scale_bytes], 1)
+    middle = entries_per_page * codec.data_bytes
+    pages[:, :middle] = data.reshape(NUM_PAGES, -1)
+    pages[:, middle : middle + entries_per_page * codec.scale_bytes] = scales.reshape(NUM_PAGES, -1)
+    ring = noise((NUM_ROWS + 1) * ring_size).view(NUM_ROWS + 1, ring_size, codec.num_bytes)
+    held = torch.randint(-1, 30, (NUM_ROWS + 1, ring_size), generator=random, dtype=torch.int32)
+    at = torch.arange(ring_size, dtype=torch.int32)
+    held = torch.where(held < 0, held, held // ring_size * ring_size + at)  # a position where it may stand
+    return Case(codec, tokens, spans, values, table, pages, entries_per_page, ring, held)
+
+
+Act = Callable[[Any, Case, dict[str, torch.Tensor]], None]
+
+
+def both(case: Case, made: dict[str, torch.Tensor], act: Act) -> tuple[Case, dict[str, torch.Tensor]]:
+    """Run with reference and kernel on copies of everything; the same bytes are left. Gives them."""
+    results = []
+    for kernels, device in ((entries_reference, "cpu"), (entries_fused, DEVICE)):
+        copied = [
+            x.to(device, copy=True) if isinstance(x, torch.Tensor) else Tokens(*(y.to(device) for y in x))
+            if isinstance(x, Tokens) else x
+            for x in case
+        ]  # fmt: skip
+        outs = {name: x.to(device, copy=True) for name, x in made.items()}
+        act(kernels, Case(*copied), outs)
+        tensors = [x.cpu() for x in copied if isinstance(x, torch.Tensor)]
+        results.append(
+            (Case(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in copied)), tensors, outs)
+        )
+    (left, reference, outs), (_, fused, fused_outs) = results
+    for a, b in zip(reference, fused, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    for name, tensor in outs.items():
+        mine = fused_outs[name].cpu()
+        assert torch.equal(tensor.view(torch.uint8), mine.view(torch.uint8)), name
+    return left._replace(tokens=case.tokens), outs
+
+
+def as_read(codec: Codec, values: torch.Tensor) -> torch.Tensor:
+    return decode(codec, *encode(codec, values))
+
+
+def page_entry(case: Case, pages: torch.Tensor, row: int, entry: int) -> torch.Tensor | None:
+    """The numbers of an entry of a row, by hand; None if it has no block."""
+    if not 0 < row <= NUM_ROWS or entry // case.entries_per_page >= COLUMNS:
+        return None
+    block = int(case.table[row, entry // case.entries_per_page])
+    if not 0 < block < NUM_PAGES:
+        return None
+    codec, at = case.codec, entry % case.entries_per_page
+    data = pages[block, at * codec.data_bytes :][: codec.data_bytes]
+    begin = case.entries_per_page * codec.data_bytes + at * codec.scale_bytes
+    return decode(codec, data[None], pages[block, begin:][None, : codec.scale_bytes])[0]
+
+
+def own_tokens(case: Case) -> list[tuple[int, int, int]]:
+    """(token, row, position) of those that are of a row."""
+    ids, positions = case.tokens.request_ids.tolist(), case.tokens.positions.tolist()
+    rows = [row for row, _, _ in case.spans]
+    found = ((token, rows[i], p) for token, (i, p) in enumerate(zip(ids, positions, strict=True)) if i >= 0)
+    return [each for each in found if 0 < each[1] <= NUM_ROWS]
+
+
+@CASES
+@given(case=cases())
+def test_tokens_are_written_to_rings(case: Case):
+    def act(kernels: Any, at: Case, outs: dict[str, torch.Tensor]) -> None:
+        kernels.store_window(at.codec, at.tokens, at.values, at.ring, at.ring_positions)
+
+    left, _ = both(case, {}, act)
+    size, expected, held = case.ring.shape[1], case.ring.clone(), case.ring_positions.clone()
+    for token, row, position in own_tokens(case):  # in order: the last one stays
+        data, scales = encode(case.codec, case.values[token : token + 1])
+        expected[row, position % size] = torch.cat([data, scales], 1)[0]
+        held[row, position % size] = position
+    assert torch.equal(left.ring, expected)
+    assert torch.equal(left.ring_positions, held)
+
+
+@CASES
+@given(case=cases(), ratio=st.sampled_from([1, 2, 3, 7]))
+def test_ends_of_blocks_are_written_to_pages(case: Case, ratio: int):
+    def act(kernels: Any, at: Case, outs: dict[str, torch.Tensor]) -> None:
+        kernels.store_entries(at.codec, at.tokens, at.values, ratio, at.table, at.pages, at.entries_per_page)
+
+    left, _ = both(case, {}, act)
+    written = set()
+    for token, row, position in own_tokens(case):
+        entry = (position + 1) // ratio - 1
+        found = page_entry(case, left.pages, row, entry)
+        if (position + 1) % ratio == 0 and found is not None:
+            assert torch.equal(found, as_read(case.codec, case.values[token : token + 1])[0])
+            written.add((int(case.table[row, entry // case.entries_per_page]), entry % case.entries_per_page))
+    # Nothing else changed: not the null block, not the padding of pages.
+    codec, middle = case.codec, case.entries_per_page * case.codec.data_bytes
+    untouched = torch.ones_like(case.pages, dtype=torch.bool)
+    for block, at in written:
+        untouched[block, at * codec.data_bytes :][: codec.data_bytes] = False
+        untouched[block, middle + at * codec.scale_bytes :][: codec.scale_bytes] = False
+    assert torch.equal(left.pages[untouched], case.pages[untouched])
+
+
+OUT_DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, 77, dtype=dtype)
+
+
+@CASES
+@given(case=cases(), ratio=st.sampled_from([1, 2, 3]), dtype=OUT_DTYPES, data=st.data())
+def test_chosen_entries(case: Case, ratio: int, dtype: torch.dtype, data: st.DataObject):
+    num_tokens, k = len(case.tokens.positions), data.draw(st.integers(1, 6))
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    chosen = torch.randint(-2, 16, (num_tokens, k), generator=random)
+    chosen = chosen.to(data.draw(st.sampled_from([torch.int32, torch.int64])))
+    made = {
+        "out": poisoned(num_tokens, k, case.codec.dim, dtype=dtype),
+        "mask": torch.ones(num_tokens, k, dtype=torch.bool),
+        "chosen": chosen,
+    }
+
+    def act(kernels: Any, at: Case, outs: dict[str, torch.Tensor]) -> None:
+        kernels.gather_chosen(
+            at.codec, at.tokens, ratio, outs["chosen"], at.table, at.pages, at.entries_per_page, outs["out"],
+            outs["mask"],
+        )  # fmt: skip
+
+    _, outs = both(case, made, act)
+    expected = torch.zeros(num_tokens, k, case.codec.dim)
+    mask = torch.zeros(num_tokens, k, dtype=torch.bool)
+    for token, row, position in own_tokens(case):
+        for i, entry in enumerate(chosen[token].tolist()):
+            found = page_entry(case, case.pages, row, entry) if 0 <= entry < (position + 1) // ratio else None
+            if found is not None:
+                expected[token, i], mask[token, i] = found, True
+    assert torch.equal(outs["mask"], mask)
+    assert torch.equal(outs["out"], expected.to(dtype))
+
+
+@CASES
+@given(case=cases(), ratio=st.sampled_from([1, 2, 7]), dtype=OUT_DTYPES, width=st.integers(0, 20))
+def test_all_entries(case: Case, ratio: int, dtype: torch.dtype, width: int):
+    batch = len(case.spans)
+    made = {
+        "out": poisoned(batch, width, case.codec.dim, dtype=dtype),
+        "lens": torch.full((batch,), 99, dtype=torch.int32),
+    }
+
+    def act(kernels: Any, at: Case, outs: dict[str, torch.Tensor]) -> None:
+        kernels.gather_all(
+            at.codec, at.tokens, ratio, at.table, at.pages, at.entries_per_page, outs["out"], outs["lens"]
+        )
+
+    _, outs = both(case, made, act)
+    expected = torch.zeros(batch, width, case.codec.dim)
+    lens = []
+    for request, (row, first, number) in enumerate(case.spans):
+        visible = (first + number) // ratio if number and 0 < row <= NUM_ROWS else 0
+        lens.append(visible)
+        for entry in range(min(visible, width)):
+            found = page_entry(case, case.pages, row, entry)
+            if found is not None:
+                expected[request, entry] = found
+    assert outs["lens"].tolist() == lens
+    assert torch.equal(outs["out"], expected.to(dtype))
+
+
+def ring_entry(case: Case, row: int, position: int) -> torch.Tensor | None:
+    at = position % case.ring.shape[1]
+    if case.ring_positions[row, at] != position:
+        return None
+    codec = case.codec
+    return decode(codec, *case.ring[row, at][None].split([codec.data_bytes, codec.scale_bytes], 1))[0]
+
+
+@CASES
+@given(case=cases(), window=st.sampled_from([1, 3, 8]), dtype=OUT_DTYPES)
+def test_windows_of_tokens(case: Case, window: int, dtype: torch.dtype):
+    num_tokens = len(case.tokens.positions)
+    made = {
+        "out": poisoned(num_tokens, window, case.codec.dim, dtype=dtype),
+        "lens": torch.full((num_tokens,), 99, dtype=torch.int32),
+    }
+
+    def act(kernels: Any, at: Case, outs: dict[str, torch.Tensor]) -> None:
+        kernels.gather_windows(
+            at.codec, at.tokens, window, at.ring, at.ring_positions, outs["out"], outs["lens"]
+        )
+
+    _, outs = both(case, made, act)
+    expected, lens = torch.zeros(num_tokens, window, case.codec.dim), [0] * num_tokens
+    for token, row, position in own_tokens(case):
+        seen = range(max(0, position - window + 1), position + 1)
+        lens[token] = len(seen)
+        for i, where in enumerate(seen):
+            found = ring_entry(case, row, where)
+            if found is not None:
+                expected[token, i] = found
+    assert outs["lens"].tolist() == lens
+    assert torch.equal(outs["out"], expected.to(dtype))
+
+
+@CASES
+@given(case=cases(), window=st.sampled_from([1, 3, 8]), dtype=OUT_DTYPES, extra=st.integers(-3, 3))
+def test_windows_before_chunks_and_the_chunks(case: Case, window: int, dtype: torch.dtype, extra: int):
+    batch = len(case.spans)
+    width = max(0, window - 1 + max((number for _, _, number in case.spans), default=0) + extra)
+    made = {
+        "out": poisoned(batch, width, case.codec.dim, dtype=dtype),
+        "lens": torch.full((batch,), 99, dtype=torch.int32),
+    }
+
+    def act(kernels: Any, at: Case, outs: dict[str, torch.Tensor]) -> None:
+        kernels.gather_chunk(
+            at.codec, at.tokens, window, at.ring, at.ring_positions, at.values, outs["out"], outs["lens"]
+        )
+
+    _, outs = both(case, made, act)
+    expected, lens = torch.zeros(batch, width, case.codec.dim), []
+    tokens = {(row, position): token for token, row, position in own_tokens(case)}
+    for request, (row, first, number) in enumerate(case.spans):
+        if not number or not 0 < row <= NUM_ROWS:
+            lens.append(0)
+            continue
+        seen = range(max(0, first - window + 1), first + number)
+        lens.append(len(seen))
+        for i, where in enumerate(list(seen)[:width]):
+            if where >= first:
+                token = tokens[row, where]
+                found = as_read(case.codec, case.values[token : token + 1])[0]
+            else:
+                found = ring_entry(case, row, where)
+            if found is not None:
+                expected[request, i] = found
+    assert outs["lens"].tolist() == lens
+    assert torch.equal(outs["out"], expected.to(dtype))
