@@ -9,7 +9,7 @@ import time
 import torch
 
 HOST = ["ids", "growth", "arrays", "tree", "manager", "gather", "hf"]
-GPU = ["store", "pack", "staging", "delta"]
+GPU = ["store", "pack", "staging", "delta", "hybrid"]
 
 
 def main() -> int:

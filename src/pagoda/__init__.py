@@ -43,7 +43,7 @@ from pagoda.layout import (
     model_names,
 )
 from pagoda.manager import Admitted, Delta, GroupStats, Manager, Pending, Stats
-from pagoda.pools import DeviceTable, Pools, Staging, StatePart, StatePool, TokenPool
+from pagoda.pools import DeviceTable, EntryPool, Pools, Staging, StatePart, StatePool, TokenPool
 from pagoda.tables import Growth, PageTable, TableWrites
 from pagoda.tree import (
     Counts,
@@ -71,6 +71,7 @@ __all__ = [
     "Delta",
     "DeviceTable",
     "Entry",
+    "EntryPool",
     "FreeList",
     "Freed",
     "FullAttention",

@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 
+from conformance.hybrid_models import tiny
 from pagoda import (
+    AttentionType,
     BlockAllocator,
+    CapacityError,
     GDNPool,
+    KVCacheManager,
+    LayerSpec,
     ReqToTokenPool,
     SlotAllocator,
     TokenToKVPoolAllocator,
@@ -81,6 +86,23 @@ def free_rows(made: ReqToTokenPool) -> list[int]:
     return sorted(rows)
 
 
+def manager_of_rows(device: str) -> KVCacheManager:
+    schedule = [LayerSpec(0, AttentionType.SWA), LayerSpec(1, AttentionType.CSA)]
+    return KVCacheManager(tiny(), schedule, NUM, 16, device=device)
+
+
+def free_requests(made: KVCacheManager) -> list[int]:
+    rows = []
+    while True:
+        try:
+            rows.append(made.admit_request())
+        except CapacityError:
+            break
+    for row in rows:
+        made.release_request(row)
+    return rows
+
+
 def free_blocks(made: BlockAllocator) -> list[int]:
     blocks = made.acquire_host(made.num_free)
     made.release(blocks)
@@ -106,6 +128,15 @@ KINDS: dict[str, Kind] = {
         lambda made: made.available_size(),
         free_rows,
         range(1, NUM + 1),
+    ),
+    "rows of a manager": Kind(
+        manager_of_rows,
+        lambda made, n: one_by_one(made.admit_request, None, n),
+        give_each(lambda made: made.release_request),
+        lambda made: len(free_requests(made)),
+        free_requests,
+        range(1, NUM + 1),
+        gives_several=False,
     ),
     "blocks": Kind(
         lambda device: BlockAllocator(NUM, device),

@@ -58,9 +58,10 @@ TENSORS: dict[type[Kind], dict[str, tuple[str, ...]]] = {
     WindowAttention: {"keys": ("keys",), "values": ("values",)},
     LatentAttention: {"latent": ("keys", "values"), "index": ("indexer_keys",)},
     SharedAttention: {},
-    RingWindow: {"window": ("keys", "values")},
+    RingWindow: {"window": ("keys", "values"), "positions": ()},
     CompressedAttention: {
         "window": ("keys", "values"),
+        "positions": (),
         "compressed": ("compressed_kv[compressor]",),
         "index": ("compressed_kv[indexer]",),
         "main_values": ("buffer_kv[compressor]", "overlap_kv[compressor]"),
@@ -159,6 +160,14 @@ DIFFERENCES = [
         lambda at: (rows_kept(at) - at.kind.window) * at.config.head_dim * at.width,
         "transformers keeps what the next token reads, fewer rows at first; our ring has a row for the new "
         "one too",
+    ),
+    Difference(
+        "no positions",
+        (RingWindow, CompressedAttention),
+        "positions",
+        lambda at: -4 * at.kind.window,
+        "transformers moves the rows of its window, which so stand in their order; ours stay where they are, "
+        "and an int32 beside each says which position it holds",
     ),
     *(
         Difference(f"compressor's {name}", (CompressedAttention,), name, compressor(dim), _WAITING)

@@ -257,11 +257,12 @@ def test_dtypes_of_indexers_and_states(json_of):
     assert sizes == {"fp8": 61 * (656 + 132), "fp4": 61 * (656 + 68), "bf16": 61 * (656 + 256)}
     halved = json_of("qwen3-next-80b-a3b", "--state-dtype", "bf16")
     assert halved["state_bytes"] == QWEN_ROW - 36 * 32 * 128 * 128 * 2
-    # A ring of 128 entries of 584 bytes in 43 layers grows by three; so do rows of float32 in two sorts:
+    # A ring of 128 entries of 584 bytes, each with its position, in 43 layers grows by three; so do rows
+    # of float32 in two sorts:
     # 21 layers of two halves of 512 and 128, 20 of 512, values and scores each.
     rows = 21 * 2 * (512 + 128) * 2 * 4 + 20 * 512 * 2 * 4
     longer, usual = (json_of("deepseek-v4-flash", "--unaccepted", n)["state_bytes"] for n in "41")
-    assert longer - usual == 3 * (43 * 584 + rows)
+    assert longer - usual == 3 * (43 * (584 + 4) + rows)
 
 
 # Ranks

@@ -105,7 +105,9 @@ class TestGroups:
         ring = RingWindow(entry=plain("e", 1, 3, "fp8"), window=2)
         layout = Layout([[ring, STATE]])
         assert layout.state_group.layers == (0,)
-        assert layout.state_group.row_bytes == 6 + 16
+        assert (
+            layout.state_group.row_bytes == 2 * (3 + 4) + 16
+        )  # two rows of the ring, each with its position
         assert layout.state_group.checkpoint_bytes == 3 + 16
 
     def test_shared_layers_keep_nothing_and_name_their_source(self):

@@ -230,7 +230,8 @@ class TestCompressed:
 
     def test_ring(self):
         kind = RingWindow(entry=V4_ENTRY, window=128)
-        assert state_bytes(kind) == {"window": 128 * 584}
+        # A row has its entry and an int32 that says which position it holds.
+        assert state_bytes(kind) == {"window": 128 * 584, "positions": 128 * 4}
         assert kind.pages is None
         # The next token reads itself and 127 before it.
         assert kind.checkpoint_bytes == 127 * 584
@@ -243,6 +244,7 @@ class TestCompressed:
         assert hca(unaccepted=unaccepted).rows == 128 + extra
         assert state_bytes(csa(unaccepted=unaccepted)) == {
             "window": (128 + extra) * 584,
+            "positions": (128 + extra) * 4,
             "main_values": (8 + extra) * 2 * 512 * 4,
             "main_scores": (8 + extra) * 2 * 512 * 4,
             "index_values": (8 + extra) * 2 * 128 * 4,
@@ -250,6 +252,7 @@ class TestCompressed:
         }
         assert state_bytes(hca(unaccepted=unaccepted)) == {
             "window": (128 + extra) * 584,
+            "positions": (128 + extra) * 4,
             "main_values": (128 + extra) * 512 * 4,
             "main_scores": (128 + extra) * 512 * 4,
         }
@@ -260,10 +263,11 @@ class TestCompressed:
         assert {csa(unaccepted=n).checkpoint_bytes for n in (1, 2, 9)} == {expected}
         assert {hca(unaccepted=n).checkpoint_bytes for n in (1, 2, 9)} == {127 * 584}
 
-    def test_scores_begin_at_minus_infinity_and_all_else_at_zero(self):
-        for kind in (csa(), hca()):
+    def test_scores_begin_at_minus_infinity_positions_at_none_and_all_else_at_zero(self):
+        for kind in (csa(), hca(), RingWindow(entry=V4_ENTRY, window=128)):
             for part in kind.state:
-                assert part.initial == (-math.inf if part.name.endswith("scores") else 0.0), part.name
+                begins = -math.inf if part.name.endswith("scores") else -1 if part.name == "positions" else 0
+                assert part.initial == begins, part.name
 
     def test_pages(self):
         assert (csa().pages.name, csa().pages.ratio) == ("csa", 4)
@@ -296,7 +300,7 @@ class TestCompressed:
         wide = from_hf(model_config(model), page_tokens=256)
         assert wide.token_bytes == Fraction(num_csa * (37_440 + 64 * 132) + num_hca * 1_728, 256) == at_256
         num_layers = num_csa + num_hca + num_ring
-        row = num_layers * 128 * 584 + num_csa * 8 * (2_048 + 512) * 4 + num_hca * 128 * 1_024 * 4
+        row = num_layers * 128 * (584 + 4) + num_csa * 8 * (2_048 + 512) * 4 + num_hca * 128 * 1_024 * 4
         assert layout.state_group.row_bytes == row
         assert round(row / 2**20, 1) == state_mib
 

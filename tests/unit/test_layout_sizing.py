@@ -137,8 +137,9 @@ class TestModels:
 
     def test_flash_at_a_million_tokens(self):
         layout = from_hf(model_config("deepseek-v4-flash"))
-        # 2^20 tokens are 8,192 blocks of 21 × (19,008 + 4,224) + 20 × 1,152 B, and a row of 15,420,416 B.
-        block, row = 21 * (19_008 + 32 * 132) + 20 * 1_152, 15_420_416
+        # 2^20 tokens are 8,192 blocks of 21 × (19,008 + 4,224) + 20 × 1,152 B, and a row of 15,420,416 B with
+        # 43 × 128 positions.
+        block, row = 21 * (19_008 + 32 * 132) + 20 * 1_152, 15_420_416 + 43 * 128 * 4
         each, padding = 8_192 * block + row, block + row
         assert layout.max_requests("80GiB", 2**20) == (80 * 2**30 - padding) // each == 20
 

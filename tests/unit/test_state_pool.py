@@ -89,6 +89,93 @@ def test_bad_rows_change_nothing(device: str):
     assert all(torch.equal(pool.tensors[name], before[name]) for name in PARTS)
 
 
+def test_a_single_row_is_reset_like_several(device: str):
+    pool = pool_of(device)
+    for rows in (3, [3], np.array([3]), torch.tensor([3]), torch.tensor(3, device=device)):
+        before = scramble(pool)
+        pool.reset(rows)
+        for name, part in PARTS.items():
+            assert bool((pool.tensors[name][:, 3] == part.initial).all())
+            others = [0, 1, 2, 4, 5]
+            assert torch.equal(pool.tensors[name][:, others], before[name][:, others])
+
+
+def test_bytes_are_a_state_too(device: str):
+    parts = {"window": StatePart((4, 7), torch.uint8), "mark": StatePart((2,), torch.uint8, 255)}
+    pool = StatePool(2, 3, parts, device)
+    assert pool.mem_bytes() == 3 * 3 * (4 * 7 + 2)
+    assert pool.tensors["mark"].unique().tolist() == [255]
+    pool.tensors["window"][:, 1] = 9
+    pool.copy([1], [2])
+    pool.reset([1, 0])
+    assert pool.tensors["window"][:, 1].unique().tolist() == [0]
+    assert pool.tensors["window"][:, 2].unique().tolist() == [9]
+    for initial in (-1, 256, 0.5):
+        with pytest.raises(ConfigError, match="initial of window"):
+            StatePool(2, 3, {"window": StatePart((4,), torch.uint8, initial)}, device)
+
+
+def test_a_snapshot_is_a_copy_of_a_row_in_all_layers(device: str):
+    pool = pool_of(device)
+    before = scramble(pool)
+    kept = pool.snapshot(2)
+    assert {name: tuple(t.shape) for name, t in kept.items()} == {"recurrent": (2, 2, 3), "score": (2, 4)}
+    scramble(pool)
+    assert all(torch.equal(kept[name], before[name][:, 2]) for name in PARTS)
+    after = {name: tensor.clone() for name, tensor in pool.tensors.items()}
+    pool.restore(5, kept)
+    for name in PARTS:
+        assert torch.equal(pool.tensors[name][:, 5], before[name][:, 2])
+        assert torch.equal(pool.tensors[name][:, :5], after[name][:, :5])
+    pool.check()
+
+
+def test_a_snapshot_into_tensors_of_the_caller(device: str):
+    pool = pool_of(device)
+    before = scramble(pool)
+    # Slices of a larger buffer serve: one for each of many snapshots.
+    out = {"recurrent": torch.zeros(2, 4, 2, 3, device=device)[:, 1], "score": torch.zeros(
+        2, 4, device=device, dtype=torch.bfloat16)}  # fmt: skip
+    kept = pool.snapshot(4, out)
+    assert kept["recurrent"].data_ptr() == out["recurrent"].data_ptr()
+    assert all(torch.equal(out[name], before[name][:, 4]) for name in PARTS)
+
+
+def test_snapshots_that_do_not_fit_change_nothing(device: str):
+    pool = pool_of(device)
+    kept = pool.snapshot(1)
+    before = scramble(pool)
+    bad = {
+        "a part less": {"score": kept["score"]},
+        "a part more": {**kept, "more": kept["score"]},
+        "another shape": {**kept, "score": kept["score"][:, :3]},
+        "another dtype": {**kept, "score": kept["score"].float()},
+        "another device": {**kept, "score": kept["score"].to("meta")},
+        "no tensor": {**kept, "score": [1]},
+        "a sparse one": {**kept, "score": kept["score"].to_sparse()},
+        "no parts": 3,
+    }
+    for states in bad.values():
+        with pytest.raises(ArgumentError):
+            pool.restore(1, states)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError):
+            pool.snapshot(1, states)  # type: ignore[arg-type]
+    for row in (6, -1, 2**70, 1.5, "1", None, [1]):
+        for call in (lambda row=row: pool.restore(row, kept), lambda row=row: pool.snapshot(row)):
+            with pytest.raises((ArgumentError, OutOfRangeError)):
+                call()
+    with pytest.raises(ArgumentError):
+        pool.restore(1, None)  # type: ignore[arg-type]
+    assert all(torch.equal(pool.tensors[name], before[name]) for name in PARTS)
+
+
+def test_a_snapshot_that_needs_gradients_leaves_none_behind(device: str):
+    pool = StatePool(2, 1, {"s": StatePart((3,), torch.float32)}, device)
+    pool.restore(1, {"s": torch.ones(1, 3, device=device, requires_grad=True)})
+    assert not pool.tensors["s"].requires_grad
+    assert pool.tensors["s"][0, 1].tolist() == [1, 1, 1]
+
+
 def test_buffers_of_the_caller(device: str):
     buffers = {
         "recurrent": torch.ones(2, 6, 2, 3, device=device),

@@ -4,6 +4,18 @@ Nothing inside the house imports this; `pagoda` re-exports all of it.
 """
 
 from pagoda.compat.blocks import BlockAllocator
+from pagoda.compat.hybrid import (
+    AttentionType,
+    DSV4Config,
+    KVCacheManager,
+    LayerCacheHandle,
+    LayerCacheSchema,
+    LayerSpec,
+    PagedKVPool,
+    StateCachePool,
+    build_schema,
+    compute_block_budget,
+)
 from pagoda.compat.pools import (
     GDNPool,
     KVPool,
@@ -32,12 +44,19 @@ from pagoda.compat.slot_prefixes import PrefixCacheManager
 from pagoda.compat.slots import SlotAllocator
 
 __all__ = [
+    "AttentionType",
     "BaseCacheHandle",
     "BaseCacheManager",
     "BlockAllocator",
     "CacheManager",
+    "DSV4Config",
     "GDNPool",
+    "KVCacheManager",
     "KVPool",
+    "LayerCacheHandle",
+    "LayerCacheSchema",
+    "LayerSpec",
+    "PagedKVPool",
     "PrefixCacheManager",
     "RadixCacheHandle",
     "RadixCacheManager",
@@ -46,7 +65,10 @@ __all__ = [
     "Request",
     "SizeInfo",
     "SlotAllocator",
+    "StateCachePool",
     "TokenToKVPoolAllocator",
+    "build_schema",
+    "compute_block_budget",
     "create_page_table",
     "find_first_diff_pos",
     "format_radix_tree",

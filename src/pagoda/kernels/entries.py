@@ -9,6 +9,7 @@ has compiled it. Ids out of range, which a kernel cannot raise for, are neither 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
@@ -77,7 +78,6 @@ class Codec:
         is_known = (
             len(ropes) == len(rest) <= 1
             and len(scales) <= 1
-            and all(len(part.shape) == 1 for part in (flat, *ropes, *scales))
             and (not entry.scales or entry.scales[0] in scales)
             and all(rope.dtype in _PLAIN for rope in ropes)
             and (flat.dtype in _LARGEST if scales else flat.dtype in _PLAIN)
@@ -88,8 +88,9 @@ class Codec:
                 f"entry {entry.name}: kernels know numbers in float32, bfloat16 or float16, or in fp8 or fp4 "
                 "with scales in float32 or as powers of two behind the data, and a rotated part behind them"
             )
-        flat_dim = flat.shape[0] * (2 if flat.dtype == "float4_e2m1fn_x2" else 1)
-        num_scales = scales[0].shape[0] if scales else 0
+        # Heads are numbers like any others: they make no other bytes.
+        flat_dim = math.prod(flat.shape) * (2 if flat.dtype == "float4_e2m1fn_x2" else 1)
+        num_scales = math.prod(scales[0].shape) if scales else 0
         block = 1 << (-(-flat_dim // num_scales) - 1).bit_length() if scales else flat_dim
         # Scales and the rotated part are read as what they are, so they have to begin where such may stand.
         rope_width = DTYPES[ropes[0].dtype] if ropes else 1
@@ -105,7 +106,7 @@ class Codec:
             )
         return Codec(
             flat_dim,
-            ropes[0].shape[0] if ropes else 0,
+            math.prod(ropes[0].shape) if ropes else 0,
             flat.dtype,
             ropes[0].dtype if ropes else "bfloat16",
             block,

@@ -197,7 +197,9 @@ class RingWindow(Kind):
     """The last `window` entries in a ring, a fixed size a request: how DeepSeek-V4 keeps its window.
 
     With `unaccepted` tokens written before the first of them is read or accepted, the ring is that much
-    longer less one: otherwise a roll-back finds its rows overwritten."""
+    longer less one: otherwise a roll-back finds its rows overwritten. A position stands beside each row, −1
+    where it holds none, so that what an earlier request or a roll-back left there is not taken for the
+    window; a checkpoint needs no positions, because it knows its length."""
 
     entry: Entry
     window: int
@@ -208,13 +210,16 @@ class RingWindow(Kind):
         """Rows of the ring. O(1)."""
         return self.window + self.unaccepted - 1
 
-    def _ring(self) -> Part:
-        return Part("window", (self.ring, self.entry.num_bytes), "uint8")
+    def _ring(self) -> tuple[Part, Part]:
+        return (
+            Part("window", (self.ring, self.entry.num_bytes), "uint8"),
+            Part("positions", (self.ring,), "int32", -1),
+        )
 
     @cached_property
     def state(self) -> tuple[Part, ...]:
-        """The ring, as bytes: [rows, bytes of an entry]. O(1)."""
-        return (self._ring(),)
+        """The ring, as bytes: [rows, bytes of an entry], and which position each row holds. O(1)."""
+        return self._ring()
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -265,15 +270,15 @@ class CompressedAttention(RingWindow):
 
     @cached_property
     def state(self) -> tuple[Part, ...]:
-        """The ring, and the compressors' rows. O(1)."""
+        """The ring with its positions, and the compressors' rows. O(1)."""
         main = self._compressor("main", self.head_dim)
         index = self._compressor("index", self.index_dim) if self.index_dim else ()
-        return (self._ring(), *main, *index)
+        return (*self._ring(), *main, *index)
 
     @property
     def checkpoint_bytes(self) -> int:
         """The window, and with overlap the block before: what a resume at the end of a block needs. O(1)."""
-        compressors = [part for part in self.state if part.name != "window"] if self.overlap else []
+        compressors = self.state[len(self._ring()) :] if self.overlap else ()
         row_bytes = sum(part.num_bytes // part.shape[0] for part in compressors)
         return super().checkpoint_bytes + self.ratio * row_bytes
 

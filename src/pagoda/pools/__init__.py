@@ -1,15 +1,16 @@
 """The tensors that hold keys, values and states. In: geometry, ids; out: tensors.
 
-`TokenPool` holds K and V by slot, `StatePool` per-row states, `DeviceTable` a copy of a host table,
-and `Staging` carries host arrays to a device without waiting for it. `Pools` are the pools and tables of
-one rank, which follow a manager's deltas. Tensors are made once and never move; nothing here reads one
-back. Invariants 6 and 7.
+`TokenPool` holds K and V by slot, `EntryPool` pages of entries as bytes, `StatePool` per-row states,
+`DeviceTable` a copy of a host table, and `Staging` carries host arrays to a device without waiting for it.
+`Pools` are the pools and tables of one rank, which follow a manager's deltas. Tensors are made once and never
+move; nothing here reads one back. Invariants 6 and 7.
 """
 
+from pagoda.pools.entries import EntryPool
 from pagoda.pools.kv import TokenPool
 from pagoda.pools.rank import Pools
 from pagoda.pools.staging import Staging
 from pagoda.pools.state import StatePart, StatePool
 from pagoda.pools.table import DeviceTable
 
-__all__ = ["DeviceTable", "Pools", "Staging", "StatePart", "StatePool", "TokenPool"]
+__all__ = ["DeviceTable", "EntryPool", "Pools", "Staging", "StatePart", "StatePool", "TokenPool"]

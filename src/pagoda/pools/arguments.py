@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeGuard
 
@@ -21,6 +22,7 @@ __all__ = [
     "is_unread",
     "layer_number",
     "number",
+    "one_id",
     "refuse_capture",
     "require_buffer",
     "require_range",
@@ -55,6 +57,18 @@ def resolve_device(device: torch.device | str) -> torch.device:
 def number(value: Any, name: str) -> int:
     """An integer argument of a call, not negative, or an ArgumentError that names it."""
     return integer(value, name, 0, ArgumentError)
+
+
+def one_id(value: Any, name: str, low: int, high: int, what: str) -> int:
+    """One id of a call as an integer from `low` to `high`, or an error that names it."""
+    try:
+        at = operator.index(value)
+    except TypeError:
+        raise ArgumentError(f"{name}: give an integer, not {type(value).__name__}") from None
+    if not low <= at <= high:
+        shown = min(max(at, -(2**62)), 2**62)
+        raise OutOfRangeError(f"{name} = {shown} is out of range: {what} are {low} to {high}", shown, 0)
+    return at
 
 
 def layer_number(layer: Any, num_layers: int) -> int:

@@ -1,11 +1,11 @@
-"""States of layers that keep a fixed size a request: recurrent states, convolution tails."""
+"""States of a fixed size a request: recurrent states, convolution tails, windows in rings."""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,10 @@ from pagoda.pools.arguments import (
     host_ids,
     is_unread,
     layer_number,
+    one_id,
+    refuse_capture,
     require_buffer,
+    require_range,
     resolve_device,
 )
 from pagoda.pools.staging import Staging, staging_of
@@ -27,11 +30,13 @@ from pagoda.pools.staging import Staging, staging_of
 __all__ = ["StatePart", "StatePool"]
 
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int64)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8)
 
 
 class StatePart(NamedTuple):
-    """One tensor of a state: its shape for one layer and row, its dtype, and what a reset sets."""
+    """One tensor of a state: its shape for one layer and row, its dtype, and what a reset sets.
+
+    What is stored in a format of its own (entries of a window, quantised) is bytes here, uint8."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -115,10 +120,22 @@ class StatePool:
         Cost: one launch a part. Rows on the host are checked, rows in a device tensor must be valid.
         Errors: ArgumentError, OutOfRangeError; CaptureError for host rows on CUDA.
         """
+        if not is_unread(rows, self.device):
+            rows = host_ids(rows, "rows")
+            require_range(rows, 0, self.num_rows, "rows", "rows")
+            if rows.size == 1:  # the usual case, a request that ends: nothing has to be sent
+                refuse_capture(self.device, "resetting rows that lie on the host")
+                self._fill(int(rows[0]))
+                return
         index = self._staging.send_ids(rows, "rows", 0, self.num_rows).long()
         with self._lock:
             for name, part in self.parts.items():
                 self.tensors[name].index_fill_(1, index, part.initial)
+
+    def _fill(self, row: int) -> None:
+        with self._lock:
+            for name, part in self.parts.items():
+                self.tensors[name][:, row].fill_(part.initial)
 
     def copy(self, source: AnyIds, target: AnyIds) -> None:
         """Copy the states of rows to other rows, in all layers.
@@ -140,6 +157,52 @@ class StatePool:
         with self._lock:
             for tensor in self.tensors.values():
                 tensor.index_copy_(1, targets_at, tensor.index_select(1, sources_at))
+
+    def snapshot(self, row: int, out: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """A copy of the states of a row in all layers: a tensor a part, [num_layers, *shape], the caller's.
+
+        `out` has tensors to copy into, of exactly these shapes, on the pool's device; with it nothing is
+        made, and the call can be captured. Cost: one launch a part, no synchronisation. Errors:
+        OutOfRangeError, ArgumentError; CaptureError without `out`.
+        """
+        at = self._row(row)
+        if out is None:
+            refuse_capture(self.device, "snapshot")
+            # Also what is copied under inference_mode may be written outside of it.
+            with self._lock, torch.inference_mode(False):
+                return {name: tensor[:, at].clone() for name, tensor in self.tensors.items()}
+        self._require_states(out, "out")
+        with self._lock, torch.no_grad():
+            for name, tensor in self.tensors.items():
+                out[name].copy_(tensor[:, at])
+        return dict(out)
+
+    def restore(self, row: int, snapshot: Mapping[str, torch.Tensor]) -> None:
+        """Give a row, in all layers, the states of a snapshot, which may be another row's. It stays as it is.
+
+        Cost: one launch a part, no synchronisation; it can be captured. Errors: OutOfRangeError;
+        ArgumentError for parts of other names, shapes, dtypes or devices.
+        """
+        at = self._row(row)
+        self._require_states(snapshot, "snapshot")
+        with self._lock, torch.no_grad():
+            for name, tensor in self.tensors.items():
+                tensor[:, at].copy_(snapshot[name])
+
+    def _row(self, row: Any) -> int:
+        return one_id(row, "row", 0, self.num_rows, "rows")
+
+    def _require_states(self, states: Any, name: str) -> None:
+        if not isinstance(states, Mapping) or set(states) != set(self.parts):
+            raise ArgumentError(f"{name}: give a tensor each for {', '.join(self.parts)}")
+        for part_name, part in self.parts.items():
+            given = states[part_name]
+            wanted = ((self.num_layers, *part.shape), part.dtype, self.device)
+            if not isinstance(given, torch.Tensor) or given.layout != torch.strided:
+                raise ArgumentError(f"{name}[{part_name!r}]: give a dense tensor, not {type(given).__name__}")
+            found = (tuple(given.shape), given.dtype, given.device)
+            if found != wanted:
+                raise ArgumentError(f"{name}[{part_name!r}] is {found}, not {wanted}")
 
     def mem_bytes(self) -> int:
         """Bytes of all parts, the padding row included. O(parts)."""

@@ -1,0 +1,67 @@
+"""Compressed entries of one layer, in blocks: `PagedKVPool`."""
+
+from __future__ import annotations
+
+import torch
+
+from pagoda.compat.hybrid.schema import LayerCacheSchema
+from pagoda.errors import ConfigError
+from pagoda.pools import EntryPool
+from pagoda.pools.arguments import layer_number
+
+__all__ = ["PagedKVPool"]
+
+
+class PagedKVPool:
+    """Blocks 1 … num_blocks of a layer's compressed entries and, where it has an indexer, of its keys.
+
+    `entries` is [num_blocks + 1, bytes of a block] uint8, `index` likewise or None; block 0 is null. Entry i
+    of a request lies at i % entries_per_block of block i // entries_per_block of its table. A block has the
+    data of all its entries, then the scales of all, then padding.
+
+    Errors: ConfigError, also for a layer that keeps no compressed entries.
+    """
+
+    def __init__(
+        self, schema: LayerCacheSchema, num_blocks: int, device: torch.device | str = "cuda"
+    ) -> None:
+        if not isinstance(schema, LayerCacheSchema):
+            raise ConfigError(f"schema: give a LayerCacheSchema, not {type(schema).__name__}")
+        if schema.ratio == 0:
+            raise ConfigError(
+                f"schema: layer {schema.layer_idx} is {schema.attn_type.name}: it keeps no compressed entries"
+            )
+        (group,) = schema.layout().paged_groups
+        self._become(schema, EntryPool.from_group(group, num_blocks, device), 0)
+
+    @classmethod
+    def of_layer(cls, schema: LayerCacheSchema, pool: EntryPool, layer: int) -> PagedKVPool:
+        """The face of one layer of a pool that holds a group of them: nothing is made. O(1).
+
+        Errors: ArgumentError.
+        """
+        made = cls.__new__(cls)
+        made._become(schema, pool, layer_number(layer, pool.num_layers))
+        return made
+
+    def _become(self, schema: LayerCacheSchema, pool: EntryPool, layer: int) -> None:
+        self.schema, self.num_blocks, self.device = schema, pool.num_pages, pool.device
+        self._pool, self._layer = pool, layer
+        pages = pool.layer(layer)
+        self.entries = pages[schema.entry.name]
+        self.index = None if schema.index is None else pages[schema.index.name]
+
+    def view(self, entry: str, part: str) -> torch.Tensor:
+        """A part of all entries as what it is: [num_blocks + 1, entries_per_block, *shape], no copy.
+
+        view("compressed", "rope") is bfloat16, view("index", "scale") float32. O(1). Errors: ArgumentError.
+        """
+        return self._pool.view(self._layer, entry, part)
+
+    def memory_bytes(self) -> int:
+        """Bytes of this layer's blocks, block 0 included. O(1)."""
+        return self.entries.numel() + (0 if self.index is None else self.index.numel())
+
+    def check(self) -> None:
+        """Verify invariant 6. O(layers of the group). Errors: InvariantError."""
+        self._pool.check()
