@@ -2,10 +2,12 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import io
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -230,7 +232,7 @@ def test_rows_that_end_early(model: Any, cache: Any) -> None:
         judged(model, told, attention_mask=torch.ones_like(told), **{**LOGITS, "max_new_tokens": 1})
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16], ids=str)
 def test_masks_may_be_of_any_type(llama: Any, dtype: torch.dtype) -> None:
     inputs = batch([prompt(40), prompt((33, 1))])
     pagoda.hf.enable(llama, "1MiB")
@@ -378,6 +380,9 @@ def test_the_returned_cache_is_a_plain_one(model: Any, cache: Any) -> None:
             assert vars(a).keys() == vars(b).keys()
             torch.testing.assert_close(a.keys, b.keys, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(a.values, b.values, rtol=1e-4, atol=1e-4)
+            for held, kept in ((a.keys, b.keys), (a.values, b.values)):  # and no memory behind it
+                assert held.stride() == kept.stride()
+                assert held.untyped_storage().nbytes() == kept.untyped_storage().nbytes()
         assert vars(mine).keys() == vars(theirs).keys() - {"_is_user_defined"}
         # Two go on from it, and neither disturbs the other.
         kept = copy.deepcopy(mine)
@@ -605,6 +610,9 @@ WRONG: dict[str, dict[str, Any]] = {
     "a negative token": {"inputs": torch.tensor([[5, -1]])},
     "a mask of another shape": {"attention_mask": torch.ones(1, 7, dtype=torch.long)},
     "a mask in four dimensions": {"attention_mask": torch.ones(1, 1, 40, 40)},
+    "tokens without values": {"inputs": prompt(40).to("meta")},
+    "a mask without values": {"attention_mask": torch.ones(1, 40, device="meta")},
+    "a sparse mask": {"attention_mask": torch.ones(1, 40).to_sparse()},
     "an assistant for a batch": {"inputs": prompt(40).repeat(2, 1), "prompt_lookup_num_tokens": 2},
     "a tuple for a cache": {"past_key_values": ()},
     "a cache too many": {"past_key_values": DynamicCache(), "cache_implementation": "static"},
@@ -788,6 +796,24 @@ def test_a_call_within_a_call(llama: Any) -> None:
     assert asks.answers == [inner] * 5
 
 
+@pytest.mark.parametrize("more", [{}, {"use_cache": False}], ids=["served", "not served"])
+def test_a_call_within_a_call_is_not_the_latest(llama: Any, more: dict[str, Any]) -> None:
+    cache = pagoda.hf.enable(llama, "1MiB")
+    asks = LogitsProcessorList([Asks(llama)])  # prompts of 48 tokens
+    llama.generate(prompt(40), logits_processor=asks, **GREEDY, **more)
+    assert cache.last() == (pagoda.hf.Call(0, 0, "use_cache is off") if more else pagoda.hf.Call(40, 0))
+    with pytest.raises(RuntimeError, match="no"):
+        llama.generate(prompt(40), logits_processor=[*asks, Fails(41, RuntimeError)], **GREEDY, **more)
+    assert cache.last() == (pagoda.hf.Call(0, 0, "use_cache is off") if more else pagoda.hf.Call(40, 32))
+
+
+def test_a_model_that_assists_itself(llama: Any) -> None:
+    cache = pagoda.hf.enable(llama, "1MiB")
+    expected = plain(llama, prompt(40), **GREEDY)
+    assert llama.generate(prompt(40), assistant_model=llama, **GREEDY).tolist() == expected.tolist()
+    assert cache.last() == pagoda.hf.Call(40, 0)
+
+
 class Lora(torch.nn.Module):
     """A layer as peft makes it: what it adds, and marks that say whether and how much."""
 
@@ -856,6 +882,46 @@ def test_another_dtype_makes_the_pools_anew(llama: Any) -> None:
     assert hit(llama) == 32
 
 
+def test_a_model_that_moves_while_it_answers_has_one_set_of_pools(llama: Any) -> None:
+    cache = pagoda.hf.enable(llama, "1MiB")
+    before, seen = weakref.ref(cache._memory), []
+
+    class Moves(Heard):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.tokens) == 3:
+                llama.double().to(torch.bfloat16)
+                llama.generate(prompt(20), **GREEDY)
+                seen.append(before())
+                llama.float()
+
+    llama.generate(prompt(40), streamer=Moves(), **GREEDY)
+    assert seen == [None]
+    assert cache.last() == pagoda.hf.Call(40, 0)
+    cache.check()
+    assert cache.stats().not_stored == {}
+    for tokens in (0, 32):  # the weights have been rounded
+        judged(llama, prompt(40), **LOGITS)
+        assert hit(llama) == tokens
+
+
+def test_disabled_while_it_answers(llama: Any) -> None:
+    cache = pagoda.hf.enable(llama, "1MiB")
+    pools, seen = weakref.ref(cache._memory), []
+    expected = plain(llama, prompt(40), **GREEDY)
+
+    class Disables(Heard):
+        def put(self, value: torch.Tensor) -> None:
+            if not self.tokens:
+                pagoda.hf.disable(llama)
+                seen.append(pools())
+            super().put(value)
+
+    assert llama.generate(prompt(40), streamer=Disables(), **GREEDY).tolist() == expected.tolist()
+    assert seen == [None]
+    assert cache.stats().not_stored == {}
+
+
 def test_a_dtype_that_has_no_room(llama: Any) -> None:
     """Memory that holds two pages in bfloat16 holds none in float32: calls go on without."""
     llama.bfloat16()
@@ -915,7 +981,7 @@ def test_weights_that_cannot_be_told_apart(llama: Any, monkeypatch: pytest.Monke
     def refuse(model: Any) -> str:
         raise NotImplementedError("no storage")
 
-    monkeypatch.setattr("pagoda.hf.cache.identity", refuse)
+    monkeypatch.setattr("pagoda.hf.cache.Look", refuse)
     judged(llama, prompt(40), **GREEDY)
     assert cache.last().reason == "weights of a kind that is not known"
 
@@ -1123,6 +1189,10 @@ def test_copies_have_the_plain_generate(llama: Any, name: str) -> None:
     assert hit(llama) == 32
 
 
+def out_of_memory(*args: Any) -> None:
+    raise torch.OutOfMemoryError("tried to allocate")
+
+
 def test_what_cannot_be_enabled(llama: Any) -> None:
     with pytest.raises(ConfigError, match="give a model of transformers that can generate, not object"):
         pagoda.hf.enable(object())
@@ -1130,9 +1200,19 @@ def test_what_cannot_be_enabled(llama: Any) -> None:
         pagoda.hf.enable(torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="not LlamaModel"):
         pagoda.hf.enable(llama.model)
-    for memory in ("much", "-1GiB", 0, -5, None, 1.5, "", float("nan"), b"1GiB"):
-        with pytest.raises(ConfigError):
+    for memory in ("much", "-1GiB", 0, -5, None, 1.5, "", float("nan"), b"1GiB", np.True_, [1], 10**30):
+        with pytest.raises(ConfigError, match=r"^memory: "):
             pagoda.hf.enable(llama, memory)
+    for flag in (True, False):
+        with pytest.raises(ConfigError, match=f"memory: give bytes, or text such as '4GiB', not {flag}"):
+            pagoda.hf.enable(llama, flag)
+    for memory in ("2TiB", "99999TiB", 2**62):
+        with pytest.raises(ConfigError, match=r"^memory: .* TiB hold more tokens than can be numbered: give"):
+            pagoda.hf.enable(llama, memory)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pagoda.hf.memory.TokenPool.from_group", out_of_memory)
+        with pytest.raises(ConfigError, match=r"^memory: 1 GiB are not to be had on cpu: give less"):
+            pagoda.hf.enable(llama, "1GiB")
     with pytest.raises(ConfigError, match="memory: 100 B hold no prefix of this model: give at least"):
         pagoda.hf.enable(llama, 100)
     assert "generate" not in llama.__dict__
@@ -1161,6 +1241,18 @@ def test_disabled_and_enabled_again(llama: Any) -> None:
     with pytest.raises(ZeroDivisionError), pagoda.hf.cached(new_model("llama"), "1MiB") as cache:
         raise ZeroDivisionError
     assert cache.stats().calls == 0
+
+
+def test_a_compiled_model_has_the_cache_of_the_model_within(llama: Any) -> None:
+    compiled = torch.compile(llama, backend="eager")
+    expected = plain(llama, prompt(40), **LOGITS)
+    with pagoda.hf.cached(compiled, "1MiB") as cache:
+        for tokens in (0, 32):
+            assert_same(compiled.generate(prompt(40), **LOGITS), expected)
+            assert cache.last().hit_tokens == tokens
+        assert isinstance(llama.generate, type(compiled.generate))
+        assert cache.stats().calls == 2
+    assert "generate" not in llama.__dict__
 
 
 def test_cached_disables_whatever_happens(llama: Any) -> None:
@@ -1225,6 +1317,49 @@ def test_counts(llama: Any) -> None:
     assert cache.stats().hit_tokens == 44
     judged(llama, prompt(40), **GREEDY)
     assert hit(llama) == 0
+
+
+def test_reasons_do_not_grow_without_end(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller may make up as many names as there are."""
+    cache = pagoda.hf.enable(llama, "1MiB")
+    for name in [*(f"made_up_{number}" for number in range(200)), "x" * 10**5, "made_up_3"]:
+        with pytest.raises(ValueError, match="not used by the model"):
+            llama.generate(prompt(5), **{name: 1}, **GREEDY)
+    assert cache.last().reason == "argument made_up_3"
+    stats = cache.stats()
+    assert sum(stats.refused.values()) == stats.calls == 202
+    assert stats.refused["argument made_up_3"] == 2
+    assert stats.refused["other reasons"] > 100
+    assert len(stats.refused) <= 60
+    assert len(str(stats)) < 20_000
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError(f"page {cache.stats().calls}")
+
+    monkeypatch.setattr(type(cache._memory), "keep", fail)
+    for _ in range(100):
+        llama.generate(prompt(20), max_new_tokens=1, do_sample=False)
+    assert len(cache.stats().not_stored) <= 60
+
+
+def test_long_reasons_are_cut(llama: Any) -> None:
+    cache = pagoda.hf.enable(llama, "1MiB")
+    with pytest.raises(ValueError, match="not used by the model"):
+        llama.generate(prompt(5), **{"x" * 10**5: 1}, **GREEDY)
+    (reason,) = cache.stats().refused
+    assert reason.startswith("argument xxx")
+    assert len(reason) < 1000
+
+
+def test_one_is_not_many(llama: Any) -> None:
+    cache = pagoda.hf.enable(llama, "1MiB")
+    llama.generate(prompt(1), **GREEDY)
+    one = str(cache.stats())
+    assert one.startswith("1 call, 1 served\n0 of 1 prompt token came from the cache (0%)\n0 tokens cached;")
+    llama.generate(prompt(1), **GREEDY)
+    assert str(cache.stats()).startswith("2 calls, 2 served\n0 of 2 prompt tokens came")
+    evicted = dataclasses.replace(cache.stats(), cached_tokens=1, evicted_pages=1)
+    assert "\n1 token cached; 0 stored so far, 1 page evicted\n" in str(evicted)
 
 
 # ── half precision ──────────────────────────────────────────────────────────────────────────────────

@@ -30,8 +30,8 @@ from unit.tiny_talker import save
 
 PAGE = 16
 NUMBERS = re.compile(
-    r"([\d,]+) prompt tokens, ([\d,]+) from the cache · first token after [\d.]+ s · "
-    r"(\d+) tokens(?:, [\d.]+ a second)?(, stopped)?"
+    r"([\d,]+) prompt tokens?, ([\d,]+) from the cache · first token after [\d.]+ s · "
+    r"(\d+) tokens?(?:, [\d.]+ a second)?(, stopped)?"
 )
 
 
@@ -146,6 +146,13 @@ def test_an_answer_ends_where_a_turn_ends(folder: Path, plain: Plain, tmp_path: 
     assert "from the cache" not in str(found)
 
 
+def test_one_token_is_no_tokens(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert run("generate", "x", "--raw", "--model", str(folder), "--max-tokens", "1") == 0
+    numbers = capsys.readouterr().err
+    assert numbers.startswith("1 prompt token, 0 from the cache · ")
+    assert numbers.endswith(" · 1 token\n")
+
+
 def test_text_of_a_model_moves_no_cursor():
     assert speaking._harmless("a\x1b[2Jb\r\x07\x9b\n\tc é 🙂") == "a\\x1b[2Jb\\r\\x07\\x9b\n\tc é 🙂"
 
@@ -244,6 +251,24 @@ def test_without_transformers_it_says_what_to_install():
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [("'generate', 'Why?'", "transformers"), ("'chat'", "pagoda.cli.talk.conversation")],
+)
+def test_an_interrupt_while_it_is_imported(command: str, module: str, folder: Path):
+    """Seconds pass there, and people think better of it."""
+    done = in_process(
+        "import sys\n"
+        "from pagoda.cli import main\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name == {module!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        f"sys.exit(main([{command}, '--device', 'cpu', '--model', {str(folder)!r}]))"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_other_commands_do_not_wait_for_transformers():
     done = in_process(
         "import sys\nfrom pagoda.cli import main\nmain(['demo', 'tree'])\nmain(['plan'])\n"
@@ -309,7 +334,7 @@ def test_commands_of_a_chat(
     lines += ["/attic", "/help", "/quit", "never read"]
     assert talk(monkeypatch, folder, lines, "--max-tokens", "8") == 0
     told = dict(enumerate(re.split(r"^> ", capsys.readouterr().out, flags=re.MULTILINE)))
-    assert "1 calls, 1 served" in told[2]
+    assert "1 call, 1 served" in told[2]
     assert '"<|im_start|>user\\nWhat' in told[3]
     first, again, cleared = (numbers_of(told[n])[0] for n in (1, 5, 8))
     assert first[1] == 0

@@ -29,7 +29,7 @@ def test_the_example_with_a_model_runs(page: str, capsys: pytest.CaptureFixture[
     exec(compile(example, page, "exec"), names)
     model.generate(**inputs)
     assert names["cache"].last().hit_tokens == 32
-    assert "1 calls, 1 served" in capsys.readouterr().out
+    assert "1 call, 1 served" in capsys.readouterr().out
 
 
 def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]):
@@ -39,6 +39,13 @@ def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]):
     assert "131072 79\n" in told
     assert "\n32\n" in told
     assert "1 of 8 rows run" in told
+
+
+def test_the_example_of_compressed_attention_runs(capsys: pytest.CaptureFixture[str]):
+    example = examples("docs/compressed.md")[0]
+    exec(compile(example, "docs/compressed.md", "exec"), {})
+    # Only from the token on that ends the first block of four.
+    assert capsys.readouterr().out == "[False, False, False, True, True]\n"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

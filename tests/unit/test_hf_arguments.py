@@ -1,6 +1,7 @@
 """Reading a call of `generate`: which prompts there are, and when a call is left alone."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,8 @@ def test_any_batch(data: st.DataObject) -> None:
     length = data.draw(st.integers(1, 12))
     pads = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=4))
     ids = torch.randint(0, 2**31 - 1, (len(pads), length))
-    dtype = data.draw(st.sampled_from([torch.int64, torch.int32, torch.bool, torch.float32]))
+    kinds = [torch.int64, torch.int32, torch.uint16, torch.bool, torch.float32, torch.bfloat16]
+    dtype = data.draw(st.sampled_from(kinds))
     mask = torch.tensor([[column >= pad for column in range(length)] for pad in pads]).to(dtype)
     found = read(ids, attention_mask=mask)
     assert found.pads == tuple(pads)
@@ -76,8 +78,8 @@ def test_any_batch(data: st.DataObject) -> None:
         ([[0, 0, 0, 0, 0]], "an attention_mask with holes"),
         ([[0, 1, 0, 1, 1]], "an attention_mask with holes"),
         ([[1, 0, 1, 1, 1]], "an attention_mask with holes"),
-        ([[0, 2, 1, 1, 1]], "an attention_mask with holes"),
-        ([[1, 1, 1, 1, 2]], "an attention_mask with holes"),
+        ([[0, 2, 1, 1, 1]], "an attention_mask of other values than 0 and 1"),
+        ([[1, 1, 1, 1, 2]], "an attention_mask of other values than 0 and 1"),
         ([[1, 1, 1, 1]], "an attention_mask of another shape"),
         ([1, 1, 1, 1, 1], "an attention_mask of another shape"),
         ([[[1, 1, 1, 1, 1]]], "an attention_mask of another shape"),
@@ -87,13 +89,22 @@ def test_masks_that_are_left_alone(mask: Any, reason: str) -> None:
     assert refused(IDS[:1], attention_mask=torch.tensor(mask)) == reason
 
 
-def test_a_mask_with_fractions_is_left_alone() -> None:
-    mask = torch.tensor([[0.0, 0.5, 1.0, 1.0, 1.0]])
-    assert refused(IDS[:1], attention_mask=mask) == "an attention_mask with holes"
+@pytest.mark.parametrize("value", [0.5, -1.0, float("nan"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mask_with_other_values_is_left_alone(value: float, dtype: torch.dtype) -> None:
+    mask = torch.tensor([[0.0, value, 1.0, 1.0, 1.0]], dtype=dtype)
+    assert refused(IDS[:1], attention_mask=mask) == "an attention_mask of other values than 0 and 1"
 
 
 def test_a_mask_that_is_no_tensor_is_left_alone() -> None:
-    assert refused(IDS, attention_mask=MASK.tolist()) == "an attention_mask of another shape"
+    assert refused(IDS, attention_mask=MASK.tolist()) == "an attention_mask that is no tensor"
+
+
+@pytest.mark.parametrize(
+    "make", [lambda it: it.to("meta"), lambda it: it.to_sparse()], ids=["meta", "sparse"]
+)
+def test_tensors_that_cannot_be_read_are_left_to_plain_generate(make: Callable[[Any], Any]) -> None:
+    assert refused(make(IDS)) == refused(IDS, attention_mask=make(MASK)) == arguments.NOT_TAKEN
 
 
 def test_without_a_mask_padding_is_guessed_by_transformers() -> None:
@@ -117,6 +128,7 @@ def test_without_a_mask_padding_is_guessed_by_transformers() -> None:
         torch.tensor([1, 2]),
         torch.tensor([[[1, 2]]]),
         torch.tensor([[1.0, 2.0]]),
+        torch.tensor([[1 + 1j, 2]]),
         torch.zeros(0, 3, dtype=torch.long),
         torch.zeros(3, 0, dtype=torch.long),
         torch.tensor([[1, -1]]),

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pagoda.hf does")
 
-from pagoda.hf.identity import identity
+from pagoda.hf.identity import Look, identity
 
 
 class Block(torch.nn.Module):
@@ -64,6 +64,15 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a module less": lambda model: model.pop(2),
     "modules swapped": lambda model: model.insert(0, model.pop(2)),
     "another kind of module": lambda model: setattr(model[0], "activation", torch.nn.ReLU()),
+    "a module twice": lambda model: model.append(model[1]),
+    "names swapped": lambda model: setattr(
+        model[0],
+        "_modules",
+        dict(zip(("norm", "linear", "activation"), model[0]._modules.values(), strict=True)),
+    ),
+    "one that is known by another name": lambda model: setattr(
+        model[1], "_parameters", dict(zip(("bias", "weight"), model[1]._parameters.values(), strict=True))
+    ),
     "a number": lambda model: setattr(model[0], "scale", 1.25),
     "a flag": lambda model: setattr(model[2], "is_on", False),
     "a module in training": lambda model: model[0].norm.train(),
@@ -87,6 +96,15 @@ def test_changes_are_seen(model: Any, name: str) -> None:
     assert after != before
     assert identity(model) == after
     assert len(after) == len(before) == 16
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_second_look_sees_the_same_changes(model: Any, name: str) -> None:
+    look = Look(model)
+    assert look.identity == identity(model)
+    assert look.is_still(model)
+    CHANGES[name](model)
+    assert not look.is_still(model)
 
 
 def test_running_a_model_is_no_change(model: Any) -> None:
@@ -174,11 +192,58 @@ def test_tensors_of_every_kind() -> None:
     before = identity(model)
     assert identity(model) == before
     for name in ("weight", "scalar", "short", "whole", "flags", "complex"):
+        look = Look(model)
         with torch.inference_mode():
             getattr(model, name).data[...] = 0  # nobody counts it
         after = identity(model)
         assert after != before, name
+        assert not look.is_still(model), name
         before = after
+
+
+def test_a_second_look_reads_the_weights_again() -> None:
+    """Of a tensor that is not contiguous the sample is a copy, which would stay as it was."""
+    for transposed in (False, True):
+        model = torch.nn.Module()
+        weight = torch.randn(30, 20)
+        model.weight = torch.nn.Parameter(weight.t() if transposed else weight)
+        look = Look(model)
+        assert look.is_still(model)
+        model.weight.data.mul_(1.01)
+        assert not look.is_still(model), transposed
+
+
+def test_the_same_bytes_as_another_dtype(model: Any) -> None:
+    model.half()
+    look = Look(model)
+    model[1].weight.data = model[1].weight.data.view(torch.bfloat16)
+    assert identity(model) != look.identity
+    assert not look.is_still(model)
+
+
+def test_memory_that_is_taken_away_is_not_read(model: Any) -> None:
+    """As training over several machines does between steps."""
+    look = Look(model)
+    model[1].weight.untyped_storage().resize_(0)
+    assert not look.is_still(model)
+    with pytest.raises(RuntimeError):
+        identity(model)
+
+
+def test_dropout_in_training_is_seen(model: Any) -> None:
+    assert not Look(model).drops
+    model[0].norm.train()  # drops nothing
+    assert not Look(model).drops
+    model[2].extra = torch.nn.Dropout(0.1)
+    assert Look(model).drops
+    model[2].extra.p = 0.0
+    assert not Look(model).drops
+    model[2].extra.eval().p = 0.1
+    assert not Look(model).drops
+    model[1].attention_dropout = 0.1
+    assert not Look(model).drops
+    model[1].train()
+    assert Look(model).drops
 
 
 def test_tensors_that_count_no_writes_have_no_identity() -> None:

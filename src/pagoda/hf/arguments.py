@@ -128,17 +128,19 @@ def read_call(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> P
     ids = given.get("input_ids", given.get("inputs"))
     if ids is None:
         return "no input_ids"
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not ids.numel():
         return "input_ids are not a matrix of tokens"
-    rows = ids.detach().cpu().numpy()
-    if rows.min() < 0 or rows.max() >= 2**31:
-        return "input_ids have a negative token"
+    if ids.is_floating_point() or ids.is_complex():
+        return "input_ids are not a matrix of tokens"
     try:
+        rows = ids.detach().cpu().numpy()
+        if rows.min() < 0 or rows.max() >= 2**31:
+            return "input_ids have a negative token"
         pads = _pads(given.get("attention_mask"), rows, setting("pad_token_id"))
         beams, sequences = int(setting("num_beams") or 1), int(setting("num_return_sequences") or 1)
         end = setting("eos_token_id")
         end_tokens = frozenset() if end is None else frozenset(int(each) for each in np.ravel(_plain(end)))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last of tensors that have no values, or sparse ones
         return NOT_TAKEN
     if isinstance(pads, str):
         return pads
@@ -173,11 +175,16 @@ def _pads(mask: Any, rows: npt.NDArray[Any], pad_token: Any) -> tuple[int, ...] 
         if pad_token is not None and bool((rows == int(np.ravel(_plain(pad_token))[0])).any()):
             return "padding tokens without an attention_mask"
         return (0,) * len(rows)
-    if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != rows.shape:
+    if not isinstance(mask, torch.Tensor):
+        return "an attention_mask that is no tensor"
+    if tuple(mask.shape) != rows.shape:
         return "an attention_mask of another shape"
-    seen = mask.detach().cpu().numpy()
-    pads = (seen != 0).argmax(axis=1)
-    if not (seen[:, -1] == 1).all() or ((seen == 1).sum(axis=1) != rows.shape[1] - pads).any():
+    # Of any dtype: numpy does not have all of them.
+    seen = (mask.detach() == 1).cpu().numpy()
+    if bool((mask.detach() != 0).cpu().numpy()[~seen].any()):
+        return "an attention_mask of other values than 0 and 1"
+    pads = seen.argmax(axis=1)
+    if not seen[:, -1].all() or (seen.sum(axis=1) != rows.shape[1] - pads).any():
         return "an attention_mask with holes"
     return tuple(int(pad) for pad in pads)
 

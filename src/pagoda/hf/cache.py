@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,14 +23,24 @@ from transformers import GenerationMixin, PreTrainedModel
 from pagoda.errors import ArgumentError, ConfigError, PagodaError
 from pagoda.hf.arguments import Prompts, Reason, read_call
 from pagoda.hf.families import served_layout
-from pagoda.hf.identity import identity, settings
+from pagoda.hf.identity import Look, settings
 from pagoda.hf.memory import Memory, Tokens
 from pagoda.hf.recording import MORE, RecordingCache, after_forward, before_forward
 from pagoda.layout import Layout
 from pagoda.layout.numbers import num_bytes, show_bytes
 from pagoda.tree import draw_text
 
-__all__ = ["Call", "PrefixCache", "Stats", "cached", "disable", "enable"]
+__all__ = ["Call", "PrefixCache", "Stats", "cached", "counted", "disable", "enable"]
+
+# Different reasons that are counted apart, each cut to so many letters: some name what a caller made up, and
+# servers run for long.
+MOST_REASONS, MOST_LETTERS = 50, 200
+OTHER_REASONS: Reason = "other reasons"
+
+
+def counted(number: int, word: str) -> str:
+    """'1 call', '2 calls'. O(1)."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True)
@@ -56,16 +67,18 @@ class Stats:
     memory_bytes: int  # that were given
     pool_bytes: int  # of them are the pools
     working_bytes: int  # the largest copy that a call began with, besides the pools
-    refused: Mapping[Reason, int]  # calls left to plain generate, by reason: calls = served + these
-    not_stored: Mapping[Reason, int]  # rows of served calls that were not kept, by reason
+    # By reason; beyond 50 of them, "other reasons".
+    refused: Mapping[Reason, int]  # calls left to plain generate: calls = served + these
+    not_stored: Mapping[Reason, int]  # rows of served calls that were not kept
 
     def __str__(self) -> str:
         share = f" ({self.hit_tokens / self.prompt_tokens:.0%})" if self.prompt_tokens else ""
         lines = [
-            f"{self.calls:,} calls, {self.served:,} served",
-            f"{self.hit_tokens:,} of {self.prompt_tokens:,} prompt tokens came from the cache{share}",
-            f"{self.cached_tokens:,} tokens cached; {self.stored_tokens:,} stored so far, "
-            f"{self.evicted_pages:,} pages evicted",
+            f"{counted(self.calls, 'call')}, {self.served:,} served",
+            f"{self.hit_tokens:,} of {counted(self.prompt_tokens, 'prompt token')} came from the cache"
+            + share,
+            f"{counted(self.cached_tokens, 'token')} cached; {self.stored_tokens:,} stored so far, "
+            f"{counted(self.evicted_pages, 'page')} evicted",
             f"pools of {show_bytes(self.pool_bytes)} in {show_bytes(self.memory_bytes)}; "
             f"largest working copy {show_bytes(self.working_bytes)}",
         ]
@@ -82,6 +95,8 @@ class PrefixCache:
 
     def __init__(self, model: PreTrainedModel, memory: int | str) -> None:
         self._model = model
+        if isinstance(memory, bool):  # an integer to Python
+            raise ConfigError(f"memory: give bytes, or text such as '4GiB', not {memory}")
         self._memory_bytes = num_bytes(memory)
         self._lock = threading.RLock()  # of the counts and of which memory there is
         self._last = threading.local()
@@ -118,7 +133,9 @@ class PrefixCache:
             )
 
     def last(self) -> Call | None:
-        """What this thread's latest `generate` did, or None before the first. O(1)."""
+        """What this thread's latest `generate` did, or None before the first. O(1).
+
+        Calls that were made within it (a streamer that asks, an assistant) came before it ended."""
         found: Call | None = getattr(self._last, "call", None)
         return found
 
@@ -160,13 +177,22 @@ class PrefixCache:
         memory = self._memory
         if memory is None:  # it moved in another thread
             return self._pass_on("the model is moving", plain, args, kwargs)
-        space = self._space(namespace)
-        if space is None:
+        try:
+            look = Look(self._model)
+        except (RuntimeError, TypeError, ValueError):  # tensors that have no memory of their own
             return self._pass_on("weights of a kind that is not known", plain, args, kwargs)
+        if look.drops:
+            return self._pass_on("a part of the model is in training mode", plain, args, kwargs)
+        space = "".join((namespace, "@", look.identity)).encode(errors="surrogatepass")
         cache, hit_tokens = self._begin(memory, prompts, space)
         if isinstance(cache, str):
             return self._pass_on(cache, plain, args, kwargs)
-        self._note(Call(sum(row.size for row in prompts.tokens), hit_tokens))
+        # Not held while the model runs: when it moves, or is disabled, its pools go at once.
+        pools = weakref.ref(memory)
+        del memory
+        cache.on_prefill = lambda: self._keep_prompts(pools(), prompts, cache, space)
+        call = Call(sum(row.size for row in prompts.tokens), hit_tokens)
+        self._note(call)
         output: Any = None
         try:
             output = plain(*args, **{**kwargs, "past_key_values": cache})
@@ -174,20 +200,16 @@ class PrefixCache:
         finally:
             # Interrupted or not: what all layers have is right, if the weights are still the same.
             try:
-                if self._space(namespace) == space:
+                if look.is_still(self._model):
                     cache.settle()
-                    self._keep_all(memory, prompts, cache, space, output)
+                    self._keep_all(pools(), prompts, cache, space, output)
+                if getattr(output, "past_key_values", None) is cache:
+                    cache.trim()
             except Exception as error:
                 self._note_loss(error)
             finally:
                 cache.close()
-
-    def _space(self, namespace: str) -> bytes | None:
-        """Where prefixes of these weights and this name are, or None where weights cannot be told apart."""
-        try:
-            return "".join((namespace, "@", identity(self._model))).encode(errors="surrogatepass")
-        except (NotImplementedError, RuntimeError, TypeError):  # tensors that have no memory of their own
-            return None
+                self._last.call = call  # others may have been made within it
 
     def _begin(self, memory: Memory, prompts: Prompts, space: bytes) -> tuple[RecordingCache | Reason, int]:
         """The cache that a call begins with, and how many tokens it has already."""
@@ -202,7 +224,6 @@ class PrefixCache:
         cache = RecordingCache(config, rows, 0 if found is None else found.num_columns)
         if not cache.is_known:
             return "layers of a kind that is not known", 0
-        cache.on_prefill = lambda: self._keep_prompts(memory, prompts, cache, space)
         if found is None:
             return cache, 0
         for number, (keys, values) in found.layers.items():
@@ -211,8 +232,13 @@ class PrefixCache:
             self._working_bytes = max(self._working_bytes, found.num_bytes)
         return cache, found.num_tokens
 
-    def _keep_prompts(self, memory: Memory, prompts: Prompts, cache: RecordingCache, space: bytes) -> None:
+    def _keep_prompts(
+        self, memory: Memory | None, prompts: Prompts, cache: RecordingCache, space: bytes
+    ) -> None:
         """Keeps the prompts once they are computed: others may need them, and windows would be held."""
+        if memory is None:  # there is nowhere to keep them any more
+            cache.is_lost = True
+            return
         rows = cache.tokens()[:: prompts.copies, : prompts.length].cpu().numpy()
         for row, tokens, pad in zip(rows, prompts.tokens, prompts.pads, strict=True):
             if not np.array_equal(row[pad:], tokens):  # somebody wrote into them on the way
@@ -227,10 +253,10 @@ class PrefixCache:
             cache.is_lost = True
 
     def _keep_all(
-        self, memory: Memory, prompts: Prompts, cache: RecordingCache, space: bytes, output: Any
+        self, memory: Memory | None, prompts: Prompts, cache: RecordingCache, space: bytes, output: Any
     ) -> None:
         """Keeps what a call has computed, as far as every layer has it."""
-        if cache.is_lost:
+        if memory is None or cache.is_lost:
             return
         rows = cache.tokens().cpu().numpy().astype(np.int32)
         answers = None
@@ -261,20 +287,24 @@ class PrefixCache:
 
     def _note_loss(self, error: Exception) -> None:
         with self._lock:
-            self._not_stored[f"{type(error).__name__}: {error}"] += 1
+            _count(self._not_stored, f"{type(error).__name__}: {error}")
 
     def _pass_on(
         self, reason: Reason, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        self._note(Call(0, 0, reason))
-        return plain(*args, **kwargs)
+        call = Call(0, 0, reason)
+        self._note(call)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            self._last.call = call
 
     def _note(self, call: Call) -> None:
         self._last.call = call
         with self._lock:
             self._counts["calls"] += 1
             if call.reason is not None:
-                self._refused[call.reason] += 1
+                _count(self._refused, call.reason)
                 return
             self._counts["served"] += 1
             self._counts["prompt_tokens"] += call.prompt_tokens
@@ -287,8 +317,6 @@ class PrefixCache:
         model = self._model
         if model.training:
             return "the model is in training mode"
-        if any(module.training and _drops(module) for module in model.modules()):
-            return "a part of the model is in training mode"
         if torch.is_autocast_enabled(model.device.type):
             return "autocast is on"
         try:
@@ -319,11 +347,9 @@ class PrefixCache:
             self._memory, self._layout, self._is_closed = None, "the cache is disabled", True
 
 
-def _drops(module: torch.nn.Module) -> bool:
-    """Whether a module in training mode leaves things out at random."""
-    return any("dropout" in name and value for name, value in vars(module).items()) or bool(
-        getattr(module, "p", 0) and "Dropout" in type(module).__name__
-    )
+def _count(counts: Counter[Reason], reason: Reason) -> None:
+    reason = reason[:MOST_LETTERS]
+    counts[reason if reason in counts or len(counts) < MOST_REASONS else OTHER_REASONS] += 1
 
 
 def _sequences(output: Any) -> list[Tokens]:
@@ -362,8 +388,9 @@ class _Generate:
 
 
 def _target(model: Any) -> PreTrainedModel:
-    """The model whose `generate` runs: that inside of the adapters of peft."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    """The model whose `generate` runs: that inside of the adapters of peft, or of torch.compile."""
+    inner = getattr(model, "_orig_mod", model)
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     if not isinstance(inner, PreTrainedModel) or not isinstance(inner, GenerationMixin):
         raise ConfigError(
             f"model: give a model of transformers that can generate, not {type(model).__name__}: "

@@ -50,7 +50,7 @@ class Memory:
     """The pools of one model, and the manager that says what lies in them.
 
     `memory` is all that pools take, padding included. Several threads may call. Errors: ConfigError when
-    not even two pages of each group fit."""
+    not even two pages of each group fit, or when it is more than there is."""
 
     def __init__(self, layout: Layout, memory: int | str, device: torch.device) -> None:
         self.memory_bytes = num_bytes(memory)
@@ -77,12 +77,19 @@ class Memory:
         self.layout, self.device = layout, device
         held = budget.num_tokens
         self.max_tokens = ENDLESS if held is None else held
-        # Two rows: one that is read or written, and one for the page below it.
-        self.manager = Manager(layout, budget.capacity(), num_rows=2, max_tokens=self.max_tokens + 1)
-        self._pools = {
-            group.name: TokenPool.from_group(group, budget.capacity()[group.name], device)
-            for group in layout.paged_groups
-        }
+        given = show_bytes(self.memory_bytes)
+        try:
+            # Two rows: one that is read or written, and one for the page below it.
+            self.manager = Manager(layout, budget.capacity(), num_rows=2, max_tokens=self.max_tokens + 1)
+        except ConfigError as error:
+            raise ConfigError(f"memory: {given} hold more tokens than can be numbered: give less") from error
+        try:
+            self._pools = {
+                group.name: TokenPool.from_group(group, budget.capacity()[group.name], device)
+                for group in layout.paged_groups
+            }
+        except RuntimeError as error:  # also torch.OutOfMemoryError
+            raise ConfigError(f"memory: {given} are not to be had on {device}: give less") from error
         self._lock = threading.RLock()
         self._last: tuple[Any, Any] | None = None  # the stream that worked here last, and an event on it
 
@@ -272,8 +279,12 @@ class Memory:
                 yield
                 return
             stream = torch.cuda.current_stream(self.device)
-            if self._last is not None and self._last[0] != stream:
-                stream.wait_event(self._last[1])
+            if self._last is None or self._last[0] != stream:
+                if self._last is not None:
+                    stream.wait_event(self._last[1])
+                for pool in self._pools.values():  # they may go while a copy of them is still under way
+                    for buffer in (*pool.k_buffer, *pool.v_buffer):
+                        buffer.record_stream(stream)
             try:
                 yield
             finally:

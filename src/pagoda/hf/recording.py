@@ -210,6 +210,16 @@ class RecordingCache(DynamicCache):
             if isinstance(layer, RecordingWindow):
                 layer.forget(column)
 
+    def trim(self) -> None:
+        """Gives back the room behind the columns, as transformers' own cache has none. Cost: a copy of it,
+        layer by layer. Errors: those of torch, when there is no memory for a layer; then some have room."""
+        for layer in self.layers:
+            if isinstance(layer, RecordingLayer) and layer.room is not None:
+                layer.room = None
+                layer.keys, layer.values = (
+                    held.clone(memory_format=torch.contiguous_format) for held in layer._held()
+                )
+
     def close(self) -> None:
         """Makes it a plain cache again, which may be the caller's from now on. O(layers)."""
         for layer in self.layers:

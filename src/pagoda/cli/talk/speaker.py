@@ -14,6 +14,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from pagoda.errors import ArgumentError, ConfigError
 from pagoda.hf import PrefixCache
+from pagoda.hf.cache import counted
 
 __all__ = ["Answer", "Message", "Speaker"]
 
@@ -40,8 +41,8 @@ class Answer:
             came = f", none from the cache ({self.reason})"
         rate = f", {(self.num_tokens - 1) / self.rest_s:.1f} a second" if self.num_tokens > 1 else ""
         return (
-            f"{self.prompt_tokens:,} prompt tokens{came} · first token after {self.first_s:.2f} s · "
-            f"{self.num_tokens:,} tokens{rate}{', stopped' if self.was_stopped else ''}"
+            f"{counted(self.prompt_tokens, 'prompt token')}{came} · first token after {self.first_s:.2f} s · "
+            f"{counted(self.num_tokens, 'token')}{rate}{', stopped' if self.was_stopped else ''}"
         )
 
 

@@ -1,0 +1,128 @@
+"""A program: compiles every Triton kernel for a GPU that need not be there. In: its compute capability; out:
+a line a kernel, with the number of variants that calls of different sizes and alignments made.
+
+Launches compile and stop there, so tensors lie on the host. What is compiled is not run."""
+
+import sys
+from collections import defaultdict
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from differential.entry_layouts import ENTRIES
+from pagoda.kernels import compress_fused, entries_fused, fused, gather_fused, views_fused
+from pagoda.kernels.entries import Codec, Tokens
+from pagoda.kernels.views_reference import ViewBuffers, ViewSpec
+
+CAPABILITY = int(sys.argv[1])
+compiled: dict[str, set[int]] = defaultdict(set)
+
+
+class NoGpu:
+    """What Triton asks the driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", CAPABILITY, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+real_run = JITFunction.run
+
+
+def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
+    made = real_run(kernel, *args, grid=grid, warmup=True, **options)
+    assert made is not None
+    compiled[kernel.__name__].add(id(made))
+    return made
+
+
+driver.set_active(NoGpu())
+JITFunction.run = compile_only
+if CAPABILITY >= 89:  # casts as they are on such a GPU, not as on the host
+    fused._spelled_out = lambda dtype, device: (0, 0, dtype)
+    entries_fused.is_spelled = compress_fused.is_spelled = lambda device: False
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def stores() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
+        pool = torch.zeros(32, 2, 64).to(dtype)
+        fused.store(ints(5), torch.zeros(5, 2, 64), torch.zeros(5, 2, 64), pool, pool, 1.0, 1.0)
+
+
+def pages() -> None:
+    buffers = [torch.zeros(4, 512, dtype=torch.uint8) for _ in range(4)]
+    addresses, packed = torch.zeros(4, dtype=torch.int64), torch.zeros(3, 2048, dtype=torch.uint8)
+    fused.pack(ints(3), buffers, addresses, packed)
+    fused.unpack(ints(3), buffers, addresses, packed)
+    fused.copy_pages(ints(3), ints(3), buffers, addresses)
+    fused.write_entries(ints(20), 10, ints(40))
+    outs = [torch.zeros(3, 32, dtype=torch.uint8) for _ in range(4)]
+    gather_fused.gather(ints(3), buffers, addresses, 16, outs, addresses)
+
+
+def views() -> None:
+    """Any batch, aligned or not: `Launch` launches for all what the first one compiled."""
+    rows, lengths, starts, table = ints(64), ints(64), ints(65), ints(17, 20)
+    for window, max_tokens in ((0, 64), (100, 1)):
+        buffers = ViewBuffers(
+            seq_lens=ints(8),
+            query_start_loc=ints(9),
+            block_table=ints(8, 20),
+            indptr=ints(9),
+            indices=ints(160),
+            last_page_len=ints(8),
+            begins=ints(8),
+            slot_mapping=torch.zeros(max_tokens, dtype=torch.int64),
+        )
+        prepared = views_fused.prepare([ViewSpec(buffers, 20, 64, 64, window)], torch.device("cpu"))
+        for batch in (1, 2, 3, 7):
+            for at in (0, 1):
+                views_fused._launch_count.compiled.clear()
+                views_fused._launch_fill.compiled.clear()
+                some = slice(at, at + batch)
+                views_fused.refresh(
+                    prepared, table[at:], 17 - at, rows[some], lengths[some], starts[at : at + batch + 1]
+                )
+
+
+def entries() -> None:
+    tokens = Tokens(ints(2), ints(3), ints(3))
+    for entry in ENTRIES.values():
+        codec = Codec.of(entry)
+        ring, held = torch.zeros(3, 8, codec.num_bytes, dtype=torch.uint8), ints(3, 8)
+        blocks, table = torch.zeros(5, entry.page_bytes(32), dtype=torch.uint8), ints(3, 4)
+        values = torch.zeros(3, codec.dim, dtype=torch.bfloat16)
+        out = torch.zeros(3, 6, codec.dim, dtype=torch.bfloat16)
+        entries_fused.store_window(codec, tokens, values, ring, held)
+        entries_fused.store_entries(codec, tokens, values, 4, table, blocks, 32)
+        mask = torch.zeros(3, 6, dtype=torch.bool)
+        entries_fused.gather_chosen(codec, tokens, 4, ints(3, 6), table, blocks, 32, out, mask)
+        entries_fused.gather_all(codec, tokens, 4, table, blocks, 32, out[:2], ints(2))
+        entries_fused.gather_windows(codec, tokens, 6, ring, held, out, ints(3))
+        entries_fused.gather_chunk(codec, tokens, 6, ring, held, values, out[:2], ints(2))
+    for ratio, channels, dim in ((4, 1024, 512), (128, 512, 512), (4, 256, 128)):
+        for dtype in (torch.float32, torch.bfloat16):
+            given = torch.zeros(3, channels, dtype=dtype)
+            state, out = torch.zeros(3, ratio * channels // dim, channels), torch.zeros(3, dim)
+            norm, rotary = (torch.ones(dim), 1e-6), (torch.zeros(3, 32), torch.zeros(3, 32))
+            for more in ((norm, rotary), (None, None)):
+                compress_fused.compress(tokens, given, given, ratio, state, state, out, *more)
+            compress_fused.push(tokens, given, given, state, state)
+
+
+for part in (stores, pages, views, entries):
+    part()
+for name, variants in sorted(compiled.items()):
+    print(name, len(variants))
