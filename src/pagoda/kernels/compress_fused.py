@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.kernels.entries_fused import is_spelled, readable, row_of, rows_and_stride, wide
+from pagoda.kernels.entries_fused import is_last, is_spelled, readable, row_of, rows_and_stride, wide
 
 if TYPE_CHECKING:
     from pagoda.kernels.entries import Tokens
@@ -23,9 +23,10 @@ __all__ = ["compress", "push"]
 
 @triton.jit
 def _pooled(
-    token, position, row, request, request_ids, values, scores, value_stride, score_stride, state_values,
-    state_scores, column, is_column, RATIO: tl.constexpr, SPAN: tl.constexpr, PLACES: tl.constexpr,
-    CHANNELS: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr, IS_SPELLED: tl.constexpr,
+    token, position, row, request, request_ids, positions, values, scores, value_stride, score_stride,
+    state_values, state_scores, column, is_column, RATIO: tl.constexpr, SPAN: tl.constexpr,
+    PLACES: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr,
+    IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
     """Columns of the entry that a token ends: a softmax over SPAN tokens, STEP of them at a time."""
     most = tl.full(column.shape, float("-inf"), tl.float32)
@@ -36,8 +37,9 @@ def _pooled(
         back = SPAN - 1 - at
         is_token = (at < SPAN) & (back <= position)  # before the first token there is none
         is_given = is_token & (back <= token)
-        of = tl.load(request_ids + token - back, mask=is_given, other=-1)
-        is_given = is_given & (of == request)
+        of = tl.load(request_ids + (token - back), mask=is_given, other=-1)
+        where = tl.load(positions + (token - back), mask=is_given, other=-1)
+        is_given = is_given & (of == request) & (where == position - back)  # padding may lie before
         is_kept = is_token & (is_given == 0)
         # Low channels of the block before, high ones of its own; with one projection all are its own.
         channel = column[None, :] + tl.where(at >= RATIO, CHANNELS - DIM, 0)[:, None]
@@ -83,21 +85,21 @@ def _compress(
     row = tl.where(position >= 0, row_of(request, rows, batch, num_rows), 0)
     if (row > 0) & ((position + 1) % RATIO == 0):
         flat = _pooled(
-            token, position, row, request, request_ids, values, scores, value_stride, score_stride,
+            token, position, row, request, request_ids, positions, values, scores, value_stride, score_stride,
             state_values, state_scores, column, is_column, RATIO, SPAN, PLACES, CHANNELS, DIM, STEP,
             IS_SPELLED,
         )  # fmt: skip
         even, odd = tl.zeros((HALF_SPAN,), tl.float32), tl.zeros((HALF_SPAN,), tl.float32)
         if HALF_ROPE > 0:
             even = _pooled(
-                token, position, row, request, request_ids, values, scores, value_stride, score_stride,
-                state_values, state_scores, even_at, is_pair, RATIO, SPAN, PLACES, CHANNELS, DIM, STEP,
-                IS_SPELLED,
+                token, position, row, request, request_ids, positions, values, scores, value_stride,
+                score_stride, state_values, state_scores, even_at, is_pair, RATIO, SPAN, PLACES, CHANNELS,
+                DIM, STEP, IS_SPELLED,
             )  # fmt: skip
             odd = _pooled(
-                token, position, row, request, request_ids, values, scores, value_stride, score_stride,
-                state_values, state_scores, even_at + 1, is_pair, RATIO, SPAN, PLACES, CHANNELS, DIM, STEP,
-                IS_SPELLED,
+                token, position, row, request, request_ids, positions, values, scores, value_stride,
+                score_stride, state_values, state_scores, even_at + 1, is_pair, RATIO, SPAN, PLACES, CHANNELS,
+                DIM, STEP, IS_SPELLED,
             )  # fmt: skip
         if HAS_NORM:
             squares = tl.sum(flat * flat, 0) + tl.sum(even * even, 0) + tl.sum(odd * odd, 0)
@@ -171,9 +173,8 @@ def _push(
     is_token = token < num_tokens
     request = tl.load(request_ids + token, mask=is_token, other=-1)
     position = tl.load(positions + token, mask=is_token, other=-1)
-    later = tl.load(request_ids + token + PLACES, mask=token + PLACES < num_tokens, other=-1)
     row = tl.where(position >= 0, row_of(request, rows, batch, num_rows), 0)
-    is_written = (row > 0) & (later != request)
+    is_written = (row > 0) & is_last(token, request, position, request_ids, positions, num_tokens, PLACES)
     place = (row * PLACES + position % PLACES) * CHANNELS
     for first in tl.static_range(0, CHANNELS, BLOCK):
         column = (first + tl.arange(0, BLOCK))[None, :]

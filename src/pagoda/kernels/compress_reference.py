@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagoda.kernels.entries_reference import is_superseded, rows_of
+from pagoda.kernels.entries_reference import is_last, rows_of
 
 if TYPE_CHECKING:
     from pagoda.kernels.entries import Tokens
@@ -33,6 +33,7 @@ def compress(
     # [ends, span]: from the batch while it is the same request, else from the state.
     at, where = ends[:, None] - back, positions[ends][:, None] - back
     in_batch = (at >= 0) & (tokens.request_ids[at.clamp(min=0)] == tokens.request_ids[ends][:, None])
+    in_batch &= positions[at.clamp(min=0)] == where  # padding may lie before
     kept = rows[ends][:, None].expand_as(where), where % num_places
     sides = []
     for given, state in ((values, state_values), (scores, state_scores)):
@@ -69,6 +70,6 @@ def push(
 ) -> None:
     num_places = state_values.shape[1]
     rows = rows_of(tokens, state_values.shape[0])
-    written = ((rows > 0) & ~is_superseded(tokens, num_places)).nonzero().flatten()
+    written = ((rows > 0) & is_last(tokens, num_places)).nonzero().flatten()
     places = rows[written], tokens.positions[written].long() % num_places
     state_values[places], state_scores[places] = values[written].float(), scores[written].float()

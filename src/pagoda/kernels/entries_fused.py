@@ -23,6 +23,7 @@ __all__ = [
     "gather_chosen",
     "gather_chunk",
     "gather_windows",
+    "is_last",
     "is_spelled",
     "readable",
     "row_of",
@@ -47,7 +48,8 @@ def _narrow(x, kind: tl.constexpr, IS_SPELLED: tl.constexpr):
     """float32 to what a pointer to `kind` takes; to the bits of bfloat16 where casts are spelled."""
     if IS_SPELLED and kind == tl.uint16:
         return rounded(x, 7, 127).to(tl.uint16)
-    return x.to(kind)
+    else:  # noqa: RET505 (Triton compiles what stands behind a return)
+        return x.to(kind)
 
 
 @triton.jit
@@ -55,25 +57,28 @@ def wide(x, IS_SPELLED: tl.constexpr):
     """A number as float32; bits of bfloat16 where casts are spelled."""
     if IS_SPELLED and x.dtype == tl.uint16:
         return (x.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
+    else:  # noqa: RET505
+        return x.to(tl.float32)
 
 
 @triton.jit
 def _from_fp8(byte, IS_SPELLED: tl.constexpr):
-    if not IS_SPELLED:
+    if IS_SPELLED:
+        size = (byte & 0x7F).to(tl.uint32)
+        # The same digits in float32, whose exponent begins 120 lower; subnormal numbers come right as well.
+        x = (size << 20).to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
+        x = tl.where(size == 0x7F, float("nan"), x)
+        return tl.where(byte > 0x7F, -x, x)
+    else:  # noqa: RET505
         return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    size = (byte & 0x7F).to(tl.uint32)
-    # The same digits in float32, whose exponent begins 120 lower; subnormal numbers come right as well.
-    x = (size << 20).to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
-    x = tl.where(size == 0x7F, float("nan"), x)
-    return tl.where(byte > 0x7F, -x, x)
 
 
 @triton.jit
 def _to_fp8(x, IS_SPELLED: tl.constexpr):
-    if not IS_SPELLED:
+    if IS_SPELLED:
+        return rounded(x, 3, 7).to(tl.uint8)
+    else:  # noqa: RET505
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return rounded(x, 3, 7).to(tl.uint8)
 
 
 @triton.jit
@@ -101,16 +106,18 @@ def _scale_of(largest, LARGEST: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.con
     scale = tl.div_rn(tl.minimum(tl.maximum(largest, LEAST), 3.4028234663852886e38), LARGEST)
     if SCALE == _FLOAT:
         return scale, tl.div_rn(1.0, scale)
-    bits = scale.to(tl.uint32, bitcast=True)
-    exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) > 0, 1, 0).to(tl.uint32)
-    return exponent, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    else:  # noqa: RET505
+        bits = scale.to(tl.uint32, bitcast=True)
+        exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) > 0, 1, 0).to(tl.uint32)
+        return exponent, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _kept_scale(kept, SCALE: tl.constexpr):
     if SCALE == _FLOAT:
         return kept
-    return (kept.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+    else:  # noqa: RET505
+        return (kept.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -158,9 +165,8 @@ def _encode(
     kept, inverse = _scale_of(largest, LARGEST, LEAST, SCALE)
     scaled = x * inverse[:, :, None]
     scaled = tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    if FORMAT == _IS_FP4:
-        return _to_fp4(scaled).to(tl.uint8), kept
-    return _to_fp8(scaled, IS_SPELLED), kept
+    codes = _to_fp4(scaled).to(tl.uint8) if FORMAT == _IS_FP4 else _to_fp8(scaled, IS_SPELLED)
+    return codes, kept
 
 
 @triton.jit
@@ -169,22 +175,20 @@ def _load_entries(
     PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, NUM_SCALES: tl.constexpr,
-    ROPE_SPAN: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, IS_SPELLED: tl.constexpr,
+    ROPE_SPAN: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
+    SCALE_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
     """Entries at places, [ROWS] int64: flat part [ROWS, BLOCKS, SPAN] and rotated part [ROWS, ROPE_SPAN]."""
     page, at = place // ENTRIES, place % ENTRIES
     begin = page * PAGE_BYTES + at * DATA_BYTES
     scales_begin = page * PAGE_BYTES + ENTRIES * DATA_BYTES + at * SCALE_BYTES
-    width: tl.constexpr = pages.dtype.element_ty.primitive_bitwidth // 8
-    scale_width: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 8
-    rope_width: tl.constexpr = ropes.dtype.element_ty.primitive_bitwidth // 8
     flat = _load_flat(
-        pages + begin // width, scales + scales_begin // scale_width, is_read, FORMAT, SCALE, FLAT, BLOCK,
+        pages + begin // WIDTH, scales + scales_begin // SCALE_WIDTH, is_read, FORMAT, SCALE, FLAT, BLOCK,
         BLOCKS, SPAN, NUM_SCALES, IS_SPELLED,
     )  # fmt: skip
     column = tl.arange(0, ROPE_SPAN)[None, :]
     rope = tl.load(
-        ropes + (begin + ROPE_AT)[:, None] // rope_width + column,
+        ropes + (begin + ROPE_AT)[:, None] // ROPE_WIDTH + column,
         mask=is_read[:, None] & (column < ROPE),
         other=0,
     )
@@ -228,19 +232,17 @@ def _store_at(
     PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, NUM_SCALES: tl.constexpr,
-    ROPE_SPAN: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, IS_SPELLED: tl.constexpr,
+    ROPE_SPAN: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
+    SCALE_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
     """Write numbers of entries to places, [ROWS] int64; bytes of scales that hold none become 0."""
     page, at = place // ENTRIES, place % ENTRIES
     begin = page * PAGE_BYTES + at * DATA_BYTES
     scales_begin = page * PAGE_BYTES + ENTRIES * DATA_BYTES + at * SCALE_BYTES
     kind: tl.constexpr = pages.dtype.element_ty
-    width: tl.constexpr = kind.primitive_bitwidth // 8
-    scale_width: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 8
     rope_kind: tl.constexpr = ropes.dtype.element_ty
-    rope_width: tl.constexpr = rope_kind.primitive_bitwidth // 8
     mask = is_written[:, None, None]
-    to = (pages + begin // width)[:, None, None]
+    to = (pages + begin // WIDTH)[:, None, None]
     if FORMAT == _IS_PLAIN:
         column, is_column = _columns(FLAT, BLOCK, BLOCKS, SPAN)
         tl.store(to + column, _narrow(flat, kind, IS_SPELLED), mask=mask & is_column)
@@ -255,10 +257,10 @@ def _store_at(
             tl.store(to + column, codes, mask=mask & is_column)
         block = tl.arange(0, BLOCKS)[None, :]
         kept = tl.where(block < NUM_SCALES, kept, 0).to(scales.dtype.element_ty)
-        to_scale = scales + (scales_begin // scale_width)[:, None] + block
-        tl.store(to_scale, kept, mask=is_written[:, None] & (block < SCALE_BYTES // scale_width))
+        to_scale = scales + (scales_begin // SCALE_WIDTH)[:, None] + block
+        tl.store(to_scale, kept, mask=is_written[:, None] & (block < SCALE_BYTES // SCALE_WIDTH))
     column = tl.arange(0, ROPE_SPAN)[None, :]
-    to_rope = ropes + (begin + ROPE_AT)[:, None] // rope_width + column
+    to_rope = ropes + (begin + ROPE_AT)[:, None] // ROPE_WIDTH + column
     tl.store(to_rope, _narrow(rope, rope_kind, IS_SPELLED), mask=is_written[:, None] & (column < ROPE))
 
 
@@ -268,6 +270,16 @@ def row_of(request, rows, batch, num_rows):
     is_request = (request >= 0) & (request < batch)
     row = tl.load(rows + request, mask=is_request, other=0)
     return tl.where((row > 0) & (row < num_rows), row, 0).to(tl.int64)
+
+
+@triton.jit
+def is_last(token, request, position, request_ids, positions, num_tokens, RING: tl.constexpr):
+    """Whether no token of the batch takes a token's place in a ring: that RING behind is not of its request,
+    or padding."""
+    is_later = token + RING < num_tokens
+    later = tl.load(request_ids + token + RING, mask=is_later, other=-1)
+    later_position = tl.load(positions + token + RING, mask=is_later, other=-1)
+    return (later != request) | (later_position != position + RING)
 
 
 @triton.jit
@@ -292,7 +304,8 @@ def _store(
     PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, NUM_SCALES: tl.constexpr,
-    ROPE_SPAN: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, IS_SPELLED: tl.constexpr,
+    ROPE_SPAN: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
+    SCALE_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
     # Into rings where RING > 0, else into pages at the ends of blocks of RATIO tokens.
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -301,8 +314,7 @@ def _store(
     position = tl.load(positions + token, mask=is_token, other=-1)
     row = tl.where(position >= 0, row_of(request, rows, batch, num_rows), 0)
     if RING > 0:
-        later = tl.load(request_ids + token + RING, mask=token + RING < num_tokens, other=-1)
-        is_written = (row > 0) & (later != request)
+        is_written = (row > 0) & is_last(token, request, position, request_ids, positions, num_tokens, RING)
         place = row * RING + position % RING
         tl.store(ring_positions + place, position, mask=is_written)
     else:
@@ -315,7 +327,7 @@ def _store(
     _store_at(
         place, is_written, flat, rope, pages, scales, ropes, PAGE_BYTES, ENTRIES, DATA_BYTES, SCALE_BYTES,
         ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS, SPAN, NUM_SCALES, ROPE_SPAN, LARGEST, LEAST,
-        IS_SPELLED,
+        WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
     )  # fmt: skip
 
 
@@ -363,7 +375,8 @@ def _gather(
     PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, NUM_SCALES: tl.constexpr,
-    ROPE_SPAN: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, IS_SPELLED: tl.constexpr,
+    ROPE_SPAN: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
+    SCALE_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
     # A program fills ROWS places of one token, or of one request: `whose`.
     whose = tl.program_id(0) // num_chunks
@@ -403,7 +416,8 @@ def _gather(
             tl.store(lens + whose, before + number)
     flat, rope = _load_entries(
         place, is_read, pages, scales, ropes, PAGE_BYTES, ENTRIES, DATA_BYTES, SCALE_BYTES, ROPE_AT, FORMAT,
-        SCALE, FLAT, ROPE, BLOCK, BLOCKS, SPAN, NUM_SCALES, ROPE_SPAN, LARGEST, LEAST, IS_SPELLED,
+        SCALE, FLAT, ROPE, BLOCK, BLOCKS, SPAN, NUM_SCALES, ROPE_SPAN, LARGEST, LEAST, WIDTH,
+        SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
     )  # fmt: skip
     if WHAT == _CHUNK:
         in_chunk = at - before
@@ -483,6 +497,9 @@ def _constants(codec: Codec, page_bytes: int, entries_per_page: int, is_spelled:
         "ROPE_SPAN": triton.next_power_of_2(max(codec.rope_dim, 1)),
         "LARGEST": 0.0 if is_plain else codec.largest,
         "LEAST": 0.0 if is_plain else codec.least,
+        "WIDTH": getattr(torch, codec.flat_dtype).itemsize if is_plain else 1,
+        "SCALE_WIDTH": scale_bytes,
+        "ROPE_WIDTH": getattr(torch, codec.rope_dtype).itemsize,
         "IS_SPELLED": is_spelled,
     }
 

@@ -16,7 +16,7 @@ __all__ = [
     "gather_chosen",
     "gather_chunk",
     "gather_windows",
-    "is_superseded",
+    "is_last",
     "rows_of",
     "store_entries",
     "store_window",
@@ -128,11 +128,13 @@ def rows_of(tokens: Tokens, num_rows: int) -> torch.Tensor:
     return rows.where((rows > 0) & (rows < num_rows), 0)
 
 
-def is_superseded(tokens: Tokens, ring: int) -> torch.Tensor:
-    """Whether the token `ring` behind a token is of the same request: it takes its place."""
-    result = torch.zeros_like(tokens.request_ids, dtype=torch.bool)
+def is_last(tokens: Tokens, ring: int) -> torch.Tensor:
+    """Whether no token of the batch takes a token's place in a ring: that `ring` behind is not of its request,
+    or padding."""
+    ids, positions = tokens.request_ids, tokens.positions
+    result = torch.ones_like(ids, dtype=torch.bool)
     if ring < result.shape[0]:
-        result[:-ring] = tokens.request_ids[:-ring] == tokens.request_ids[ring:]
+        result[:-ring] = (ids[:-ring] != ids[ring:]) | (positions[:-ring] + ring != positions[ring:])
     return result
 
 
@@ -152,7 +154,7 @@ def store_window(
 ) -> None:
     size = ring.shape[1]
     rows = rows_of(tokens, ring.shape[0])
-    written = ((rows > 0) & ~is_superseded(tokens, size)).nonzero().flatten()
+    written = ((rows > 0) & is_last(tokens, size)).nonzero().flatten()
     positions = tokens.positions[written]
     places = rows[written] * size + positions.long() % size
     _write(codec, ring.view(-1, codec.num_bytes), 1, places, values[written])
