@@ -451,6 +451,30 @@ def test_a_request_resumes_from_a_snapshot_as_if_it_had_never_stopped(
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_padding_may_be_a_position_of_its_request(device: str, layer: int) -> None:
+    """Position −1 before and behind a request's tokens changes nothing: not in rings, not in compressors."""
+    drivers = [Driver(device, layer) for _ in range(2)]
+    rows = [driver.admit().row for driver in drivers]
+    channels = 16 * (2 if drivers[0].schema.overlap else 1)
+    for begin, end in ((0, 3), (3, 18), (18, 64)):
+        n, made = end - begin, []
+        kv, values, scores = (drivers[0].numbers(n, width) for width in (16, channels, channels))
+        for padding, driver, row in zip((0, 20), drivers, rows, strict=True):
+            positions = [-1] * padding + [*range(begin, end)] + [-1] * padding
+            handle = driver.manager.acquire(layer, [row], positions, [0] * len(positions))
+            noise = torch.full((padding, channels), float("nan"), device=device)
+            handle.write_swa(torch.cat([noise[:, :16], kv, noise[:, :16]]))
+            read = [handle.gather_swa_kv()[0]]
+            if driver.schema.ratio:
+                read.append(handle.compress(*(torch.cat([noise, x, noise]) for x in (values, scores))))
+            made.append([each[padding : padding + n] for each in read])
+        assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+        states = [driver.manager.state_pools[layer] for driver in drivers]
+        for one, other in zip(*(parts_of(state).values() for state in states), strict=True):
+            assert torch.equal(one, other)
+
+
 # --- outputs of the caller, and bad arguments
 
 
@@ -664,6 +688,19 @@ def test_gradients_end_at_the_cache(device: str) -> None:
         read = [call()[0] for call in reading_calls(handle, device).values()]
         for tensor in (chunk, made, *parts_of(state).values(), paged.entries, paged.index, *read):
             assert not tensor.requires_grad
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_outputs_may_have_gradients_or_be_made_under_inference_mode(device: str, name: str) -> None:
+    _, handle = prepared(device)
+    call = reading_calls(handle, device)[name]
+    made, *rest = call()
+    with torch.inference_mode():
+        inference = torch.empty_like(made)
+    for out in (torch.empty_like(made, requires_grad=True), inference):
+        found, *_ = call(out, *rest)
+        assert found is out
+        assert torch.equal(found, made)
 
 
 def test_a_step_without_tokens_or_requests_is_none(device: str) -> None:

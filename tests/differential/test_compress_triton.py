@@ -51,8 +51,9 @@ def batches(draw: st.DrawFn) -> tuple[Tokens, list[tuple[int, int, int]]]:
     ids: list[int] = []
     positions: list[int] = []
     for request, (_, first, number) in enumerate(spans):
-        ids += [request] * number
-        positions += range(first, first + number)
+        before, behind = draw(st.integers(0, 2)), draw(st.integers(0, 2))
+        ids += [request] * (before + number + behind)  # padding by its position
+        positions += [-1] * before + [*range(first, first + number)] + [-1] * behind
         padding = draw(st.integers(0, 2))
         ids += [-1] * padding
         positions += [draw(st.integers(-2, 20)) for _ in range(padding)]
@@ -155,7 +156,7 @@ def test_the_last_tokens_of_each_request_are_kept(
     expected = [state.clone() for state in states]
     for token, (request, position) in enumerate(zip(*(x.tolist() for x in tokens[1:]), strict=True)):
         row = spans[request][0] if request >= 0 else 0
-        if row:
+        if row and position >= 0:
             expected[0][row, position % places] = values[token].float()
             expected[1][row, position % places] = scores[token].float()
     assert all(torch.equal(a, b) for a, b in zip(reference[-2:], expected, strict=True))

@@ -53,8 +53,9 @@ def cases(draw: st.DrawFn) -> Case:
     spans = [(row, draw(st.integers(0, 30)), draw(st.integers(0, 12))) for row in rows]
     ids, positions = [], []
     for request, (_, first, number) in enumerate(spans):
-        ids += [request] * number
-        positions += range(first, first + number)
+        before, behind = draw(st.integers(0, 2)), draw(st.integers(0, 2))
+        ids += [request] * (before + number + behind)  # padding by its position, of a request or not
+        positions += [-1] * before + [*range(first, first + number)] + [-1] * behind
         padding = draw(st.integers(0, 2))
         ids += [-1] * padding
         positions += draw(st.lists(st.integers(-5, 40), min_size=padding, max_size=padding))
@@ -148,7 +149,7 @@ def own_tokens(case: Case) -> list[tuple[int, int, int]]:
     ids, positions = case.tokens.request_ids.tolist(), case.tokens.positions.tolist()
     rows = [row for row, _, _ in case.spans]
     found = ((token, rows[i], p) for token, (i, p) in enumerate(zip(ids, positions, strict=True)) if i >= 0)
-    return [each for each in found if 0 < each[1] <= NUM_ROWS]
+    return [each for each in found if 0 < each[1] <= NUM_ROWS and each[2] >= 0]
 
 
 @CASES

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for GPUs that are not here: the interpreter takes what the compiler may not."""
+"""Every Triton kernel compiles for GPUs that are not here: the interpreter takes more than the compiler."""
 
 import os
 import re

@@ -27,20 +27,15 @@ from pagoda.hf.identity import Look, settings
 from pagoda.hf.memory import Memory, Tokens
 from pagoda.hf.recording import MORE, RecordingCache, after_forward, before_forward
 from pagoda.layout import Layout
-from pagoda.layout.numbers import num_bytes, show_bytes
+from pagoda.layout.numbers import counted, num_bytes, show_bytes
 from pagoda.tree import draw_text
 
-__all__ = ["Call", "PrefixCache", "Stats", "cached", "counted", "disable", "enable"]
+__all__ = ["Call", "PrefixCache", "Stats", "cached", "disable", "enable"]
 
 # Different reasons that are counted apart, each cut to so many letters: some name what a caller made up, and
 # servers run for long.
 MOST_REASONS, MOST_LETTERS = 50, 200
 OTHER_REASONS: Reason = "other reasons"
-
-
-def counted(number: int, word: str) -> str:
-    """'1 call', '2 calls'. O(1)."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["compress", "push"]
 
 
+@torch.inference_mode()
 def compress(
     tokens: Tokens,
     values: torch.Tensor,
@@ -61,6 +62,7 @@ def compress(
     out[ends] = entries
 
 
+@torch.inference_mode()
 def push(
     tokens: Tokens,
     values: torch.Tensor,

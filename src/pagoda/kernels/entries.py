@@ -92,6 +92,13 @@ class Codec:
         flat_dim = math.prod(flat.shape) * (2 if flat.dtype == "float4_e2m1fn_x2" else 1)
         num_scales = math.prod(scales[0].shape) if scales else 0
         block = 1 << (-(-flat_dim // num_scales) - 1).bit_length() if scales else flat_dim
+        # Which numbers a scale is for follows from how many there are: so none may be left over.
+        least_block = 2 if flat.dtype == "float4_e2m1fn_x2" else 1
+        if scales and (-(-flat_dim // block) != num_scales or block < least_block):
+            raise ConfigError(
+                f"entry {entry.name}: {num_scales} scales of {flat_dim} numbers: give one for every "
+                f"{least_block}, {2 * least_block}, {4 * least_block} or another power of two of them"
+            )
         # Scales and the rotated part are read as what they are, so they have to begin where such may stand.
         rope_width = DTYPES[ropes[0].dtype] if ropes else 1
         scale_width = DTYPES[scales[0].dtype] if scales else 1

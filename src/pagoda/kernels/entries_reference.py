@@ -1,4 +1,6 @@
-"""What the kernels of `entries` must do, in plain torch. Serves the CPU and judges `entries_fused`."""
+"""What the kernels of `entries` must do, in plain torch. Serves the CPU and judges `entries_fused`.
+
+As kernels do, it writes to any tensor: also to one with gradients, or made under inference_mode."""
 
 from __future__ import annotations
 
@@ -129,8 +131,8 @@ def rows_of(tokens: Tokens, num_rows: int) -> torch.Tensor:
 
 
 def is_last(tokens: Tokens, ring: int) -> torch.Tensor:
-    """Whether no token of the batch takes a token's place in a ring: that `ring` behind is not of its request,
-    or padding."""
+    """Whether no token of the batch takes a token's place in a ring: that `ring` behind is not of its
+    request, or padding."""
     ids, positions = tokens.request_ids, tokens.positions
     result = torch.ones_like(ids, dtype=torch.bool)
     if ring < result.shape[0]:
@@ -149,6 +151,7 @@ def _places(
     return blocks * entries_per_page + entries % entries_per_page, is_there
 
 
+@torch.inference_mode()
 def store_window(
     codec: Codec, tokens: Tokens, values: torch.Tensor, ring: torch.Tensor, ring_positions: torch.Tensor
 ) -> None:
@@ -161,6 +164,7 @@ def store_window(
     ring_positions.view(-1)[places] = positions
 
 
+@torch.inference_mode()
 def store_entries(
     codec: Codec,
     tokens: Tokens,
@@ -177,6 +181,7 @@ def store_entries(
     _write(codec, pages, entries_per_page, places[written], values[written])
 
 
+@torch.inference_mode()
 def gather_chosen(
     codec: Codec,
     tokens: Tokens,
@@ -197,6 +202,7 @@ def gather_chosen(
     mask.copy_(is_there)
 
 
+@torch.inference_mode()
 def gather_all(
     codec: Codec,
     tokens: Tokens,
@@ -231,6 +237,7 @@ def _from_ring(
     return places, is_there & (ring_positions.view(-1)[places.where(is_there, 0)] == positions)
 
 
+@torch.inference_mode()
 def gather_windows(
     codec: Codec,
     tokens: Tokens,
@@ -251,6 +258,7 @@ def gather_windows(
     lens.copy_(lengths)
 
 
+@torch.inference_mode()
 def gather_chunk(
     codec: Codec,
     tokens: Tokens,

@@ -10,7 +10,7 @@ from typing import Any
 
 from pagoda.errors import ArgumentError, ConfigError
 
-__all__ = ["count", "integer", "num_bytes", "num_tokens", "show", "show_bytes", "show_tokens"]
+__all__ = ["count", "counted", "integer", "num_bytes", "num_tokens", "show", "show_bytes", "show_tokens"]
 
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "p": 2**50}
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
@@ -85,6 +85,11 @@ def show_bytes(size: float | Fraction) -> str:
         if size >= unit:
             return f"{size / unit:,.2f}".rstrip("0").rstrip(".") + f" {letter}iB"
     return f"{size:,.2f}".rstrip("0").rstrip(".") + " B"
+
+
+def counted(number: int, word: str, plural: str | None = None) -> str:
+    """'1 call', '2 calls', '1,000 leaves'. O(1)."""
+    return f"{number:,} {word if number == 1 else plural or word + 's'}"
 
 
 def show_tokens(tokens: int) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from pagoda.errors import ArgumentError
+from pagoda.layout.numbers import counted
 from pagoda.tree.labels import decode, name_label, page_label, rank_label, token_label
 from pagoda.tree.values import Counts, NodeView
 
@@ -84,14 +85,14 @@ class Sight(NamedTuple):
         """What the tree holds, in parts that stay together."""
         counts, tokens = self.counts, self.counts.tokens
         things = [
-            _counted(counts.nodes, "node"),
-            _counted(counts.leaves, "leaf", "leaves"),
-            _counted(counts.leases, "lease"),
+            counted(counts.nodes, "node"),
+            counted(counts.leaves, "leaf", "leaves"),
+            counted(counts.leases, "lease"),
         ]
         if counts.states.total:
-            things.append(_counted(counts.states.total, "checkpoint"))
+            things.append(counted(counts.states.total, "checkpoint"))
         return [
-            f"{'' if self.is_whole_tree else 'of the whole tree: '}{_counted(tokens.total, 'token')}: "
+            f"{'' if self.is_whole_tree else 'of the whole tree: '}{counted(tokens.total, 'token')}: "
             f"{tokens.protected:,} protected, {tokens.evictable:,} evictable",
             ", ".join(things),
             f"pages of {self.page_size:,}",
@@ -111,7 +112,7 @@ class Sight(NamedTuple):
             return f"… {line.missing:,} more {'child' if line.missing == 1 else 'children'}"
         notes = ", dropped" if line.view.is_dropped else ""
         if line.view.leases:
-            notes += f", held by {_counted(line.view.leases, 'lease')}"
+            notes += f", held by {counted(line.view.leases, 'lease')}"
         return f"namespace {name_label(line.view.namespace, columns - 10 - len(notes))}{notes}"
 
     def label(self, view: NodeView, read: Reader | None, columns: int) -> str:
@@ -125,7 +126,7 @@ class Sight(NamedTuple):
     def beside(self, view: NodeView) -> tuple[str, str, str]:
         """What stands beside the tokens of a node: its pages, how many tokens, notes."""
         num_tokens = view.end - view.begin
-        notes = [_counted(view.leases, "lease")] if view.leases else []
+        notes = [counted(view.leases, "lease")] if view.leases else []
         if not view.num_children:
             notes.append("leaf")
         if view.number in self.ranks:
@@ -141,7 +142,7 @@ class Sight(NamedTuple):
             notes.append(f"checkpoint{'s' * (len(view.checkpoints) > 1)} {' '.join(some)}")
         ids = [column.tolist() for column in view.columns]
         pages = page_label(ids, -(-num_tokens // self.page_size), 14 + 10 * len(ids))
-        return pages, _counted(num_tokens, "token"), ", ".join(notes)
+        return pages, counted(num_tokens, "token"), ", ".join(notes)
 
     def mood(self, line: Line) -> str:
         """What a line is coloured by."""
@@ -212,7 +213,3 @@ def reader(tokenizer: object) -> Reader | None:
 
 def _missing(view: NodeView, children: dict[int, list[NodeView]]) -> int:
     return max(0, view.num_children - len(children.get(view.number, ())))
-
-
-def _counted(number: int, word: str, plural: str | None = None) -> str:
-    return f"{number:,} {word if number == 1 else plural or word + 's'}"

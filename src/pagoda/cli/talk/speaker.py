@@ -14,7 +14,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from pagoda.errors import ArgumentError, ConfigError
 from pagoda.hf import PrefixCache
-from pagoda.hf.cache import counted
+from pagoda.layout.numbers import counted
 
 __all__ = ["Answer", "Message", "Speaker"]
 
