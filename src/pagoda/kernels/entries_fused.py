@@ -342,8 +342,17 @@ _SCAN = tl.constexpr(1024)  # tokens of the batch that are looked at together
 @triton.jit
 def _tokens_of(request, request_ids, positions, num_tokens):
     """Of a request: its first token, how many there are, and its length after the last."""
-    first, number, length = num_tokens, 0, 0
-    for begin in range(0, num_tokens, _SCAN):
+    # In a step of decoding token i is the only one of request i: then nothing has to be looked for.
+    may_be = request < num_tokens
+    its_position = tl.load(positions + request, mask=may_be, other=-1)
+    is_its = may_be & (tl.load(request_ids + request, mask=may_be, other=-1) == request) & (its_position >= 0)
+    before = tl.load(request_ids + request - 1, mask=may_be & (request > 0), other=-1)
+    behind = tl.load(request_ids + request + 1, mask=request + 1 < num_tokens, other=-1)
+    is_alone = is_its & (before != request) & (behind != request)
+    first = tl.where(is_alone, request, num_tokens)
+    number = tl.where(is_alone, 1, 0)
+    length = tl.where(is_alone, its_position + 1, 0)
+    for begin in range(0, tl.where(is_alone, 0, num_tokens), _SCAN):
         token = begin + tl.arange(0, _SCAN)
         is_token = token < num_tokens
         position = tl.load(positions + token, mask=is_token, other=-1)
