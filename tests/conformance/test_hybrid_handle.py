@@ -211,6 +211,18 @@ def test_n_is_what_blocks_could_hold_where_the_host_does_not_know_lengths(device
     assert out.shape == (1, WINDOW, 16)
 
 
+def test_tokens_of_row_0_make_no_output_longer(device: str) -> None:
+    driver = Driver(device, CSA_LAYER)
+    request = driver.admit()
+    driver.step((request, 9))
+    tokens = [request.row, 0], [8, 40, 41, 42], [0, 1, 1, 1]
+    handle = driver.manager.acquire(CSA_LAYER, *tokens)
+    out, lens = handle.gather_all_compressed_kv()
+    assert (out.shape[:2], lens.tolist()) == ((2, 2), [2, 0])
+    out, lens = handle.gather_swa_chunk(driver.numbers(4, 16))
+    assert (out.shape[:2], lens.tolist()) == ((2, WINDOW), [WINDOW, 0])
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_entries_that_an_indexer_chose(device: str, dtype: torch.dtype) -> None:
     driver = Driver(device, CSA_LAYER)
@@ -715,6 +727,30 @@ def test_a_step_without_tokens_or_requests_is_none(device: str) -> None:
     handle = driver.handle((request, 0))
     out, lens = handle.gather_all_compressed_kv()
     assert (out.shape[0], lens.tolist()) == (1, [0])
+
+
+@pytest.mark.gpu
+def test_what_would_be_copied_inside_a_capture_is_refused() -> None:
+    """Parts of wider rows are read as they lie; numbers of a token that lie apart are copied first."""
+    driver = Driver("cuda", CSA_LAYER)
+    request = driver.admit()
+    given = [torch.tensor(it, dtype=torch.int32, device="cuda") for it in ([request.row], [0, 1], [0, 0])]
+    handle = driver.manager.acquire(CSA_LAYER, *given)
+    parts, apart = driver.numbers(2, 64), driver.numbers(32, 2).t()
+    out, angles = driver.numbers(2, 16), (parts[:, 1:5], parts[:, 7:11])
+    handle.write_swa(parts[:, 16:32])
+    handle.compress(parts[:, :32], parts[:, 32:], rotary=angles, out=out)
+    torch.cuda.synchronize()
+    with captured():
+        handle.write_swa(parts[:, 16:32])
+        handle.compress(parts[:, :32], parts[:, 32:], rotary=angles, out=out)
+        for call in (
+            lambda: handle.write_swa(apart[:, :16]),
+            lambda: handle.compress(apart, parts[:, 32:], out=out),
+            lambda: handle.compress(parts[:, :32], parts[:, 32:], rotary=(apart[:, :2],) * 2, out=out),
+        ):
+            with pytest.raises(CaptureError, match="side by side"):
+                call()
 
 
 @pytest.mark.gpu

@@ -32,7 +32,7 @@ def both(name: str, *args: Any) -> list[list[torch.Tensor]]:
 
         def copied(x: Any, device: str = device, copies: list[torch.Tensor] = copies) -> Any:
             if isinstance(x, torch.Tensor):
-                copies.append(x.to(device, copy=True))
+                copies.append(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x))
                 return copies[-1]
             if isinstance(x, Tokens):
                 return Tokens(*(copied(y) for y in x))
@@ -87,7 +87,8 @@ def test_an_entry_is_a_softmax_over_the_tokens_of_its_blocks(
     (tokens, spans), random = batch, torch.Generator().manual_seed(seed)
     channels, span = dim * (2 if overlap else 1), ratio * (2 if overlap else 1)
     places, num_tokens = span + extra, len(tokens.positions)
-    values, scores = (torch.randn(num_tokens, channels, generator=random).to(dtype) * 3 for _ in range(2))
+    # Halves of one projection: rows do not follow each other.
+    values, scores = (torch.randn(num_tokens, 2 * channels, generator=random).to(dtype) * 3).chunk(2, 1)
     # A state as a request leaves it: −inf and NaN, which nobody may read, before its first token.
     state_values = torch.randn(NUM_ROWS + 1, places, channels, generator=random)
     state_scores = torch.randn(NUM_ROWS + 1, places, channels, generator=random)
@@ -98,7 +99,8 @@ def test_an_entry_is_a_softmax_over_the_tokens_of_its_blocks(
     rotary = None
     if half_rope is not None:
         angles = torch.rand(num_tokens, half_rope, generator=random) * 6
-        rotary = angles.cos(), angles.sin()
+        both_halves = torch.cat([angles.cos(), angles.sin()], 1)  # as engines keep them: rows of both
+        rotary = both_halves[:, :half_rope], both_halves[:, half_rope:]
     out = torch.full((num_tokens, dim), 77.0)
     args = tokens, values, scores, ratio, state_values, state_scores, out, norm, rotary
     reference, fused = both("compress", *args)

@@ -70,6 +70,8 @@ def cases(draw: st.DrawFn) -> Case:
     values = torch.randn(len(ids), codec.dim, generator=random)
     values *= torch.randint(-20, 20, (len(ids), 1), generator=random).float().exp2()
     values = values.to(draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))
+    if draw(st.booleans()):  # a part of a wider projection: rows do not follow each other
+        values = torch.cat([values, torch.full_like(values, torch.nan)], 1)[:, : codec.dim]
     table = torch.randint(-1, NUM_PAGES + 1, (NUM_ROWS + 1, COLUMNS), generator=random, dtype=torch.int32)
     # Each block once, as the free-list gives them; what is none may stand twice.
     is_first = torch.zeros_like(table, dtype=torch.bool).view(-1)
@@ -108,7 +110,8 @@ def both(case: Case, made: dict[str, torch.Tensor], act: Act) -> tuple[Case, dic
     results = []
     for kernels, device in ((entries_reference, "cpu"), (entries_fused, DEVICE)):
         copied = [
-            x.to(device, copy=True) if isinstance(x, torch.Tensor) else Tokens(*(y.to(device) for y in x))
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+            if isinstance(x, torch.Tensor) else Tokens(*(y.to(device) for y in x))
             if isinstance(x, Tokens) else x
             for x in case
         ]  # fmt: skip

@@ -183,11 +183,18 @@ def test_replays_leave_what_eager_calls_leave():
             requests.grow(row)
     for layer, pool in captured.state_pools.items():
         other = eager.state_pools[layer]
-        assert torch.equal(pool.window, other.window)
-        assert torch.equal(pool.positions, other.positions)
+        pairs = [
+            (getattr(pool, f"{kind}_{what}"), getattr(other, f"{kind}_{what}"))
+            for kind in ("main", "index")
+            for what in ("values", "scores")
+        ]
+        pairs += [(pool.window, other.window), (pool.positions, other.positions)]
         paged, other_paged = captured.paged_pools[layer], eager.paged_pools[layer]
         if paged is not None and other_paged is not None:
-            assert torch.equal(paged.entries, other_paged.entries)
+            pairs += [(paged.entries, other_paged.entries), (paged.index, other_paged.index)]
+        assert all(
+            one is other or torch.equal(one, other) for one, other in pairs
+        )  # None where there is none
     assert addresses == [
         t.data_ptr() for pool in captured.state_pools.values() for t in (pool.window, pool.positions)
     ]

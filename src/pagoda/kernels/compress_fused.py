@@ -66,7 +66,7 @@ def _pooled(
 )
 def _compress(
     rows, request_ids, positions, values, scores, value_stride, score_stride, state_values, state_scores, out,
-    weight, epsilon, cos, sin, batch, num_rows,
+    weight, epsilon, cos, sin, cos_stride, sin_stride, batch, num_rows,
     RATIO: tl.constexpr, SPAN: tl.constexpr, PLACES: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr,
     HALF_ROPE: tl.constexpr, HAS_NORM: tl.constexpr, FLAT_SPAN: tl.constexpr, HALF_SPAN: tl.constexpr,
     STEP: tl.constexpr, IS_SPELLED: tl.constexpr,
@@ -108,9 +108,9 @@ def _compress(
             even = even * factor * wide(tl.load(weight + even_at, mask=is_pair, other=0), IS_SPELLED)
             odd = odd * factor * wide(tl.load(weight + even_at + 1, mask=is_pair, other=0), IS_SPELLED)
         if HALF_ROPE > 0:
-            angle = token.to(tl.int64) * HALF_ROPE + pair
-            c = wide(tl.load(cos + angle, mask=is_pair, other=0), IS_SPELLED)
-            s = wide(tl.load(sin + angle, mask=is_pair, other=0), IS_SPELLED)
+            at = token.to(tl.int64)
+            c = wide(tl.load(cos + at * cos_stride + pair, mask=is_pair, other=0), IS_SPELLED)
+            s = wide(tl.load(sin + at * sin_stride + pair, mask=is_pair, other=0), IS_SPELLED)
             turned = even * c - odd * s
             tl.store(to + even_at, turned, mask=is_pair)
             tl.store(to + even_at + 1, odd * c + even * s, mask=is_pair)
@@ -147,12 +147,13 @@ def compress(
     given, stride = rows_and_stride(values)
     given_scores, score_stride = rows_and_stride(scores)
     weight, epsilon = (out, 0.0) if norm is None else norm
-    cos, sin = (out, out) if rotary is None else (table.contiguous() for table in rotary)
+    cos, sin = (out, out) if rotary is None else rotary
+    (cos, cos_stride), (sin, sin_stride) = rows_and_stride(cos), rows_and_stride(sin)
     _compress[(num_tokens,)](
         tokens.rows, tokens.request_ids, tokens.positions, readable(given, spelled),
         readable(given_scores, spelled), stride, score_stride, state_values, state_scores, out,
         readable(weight, spelled), float(epsilon), readable(cos, spelled), readable(sin, spelled),
-        tokens.rows.shape[0], state_values.shape[0],
+        cos_stride, sin_stride, tokens.rows.shape[0], state_values.shape[0],
         RATIO=ratio, SPAN=span, PLACES=state_values.shape[1], CHANNELS=channels, DIM=dim,
         HALF_ROPE=half_rope, HAS_NORM=norm is not None, FLAT_SPAN=flat_span,
         HALF_SPAN=triton.next_power_of_2(max(half_rope, 1)), STEP=step, IS_SPELLED=spelled, num_warps=4,

@@ -39,7 +39,7 @@ class Tokens(NamedTuple):
 
     rows: torch.Tensor  # [B] int32: the row of each request; 0 is padding
     request_ids: torch.Tensor  # [T] int32: which of `rows` a token belongs to; −1 is padding
-    positions: torch.Tensor  # [T] int32
+    positions: torch.Tensor  # [T] int32; below 0 is padding
 
 
 _PLAIN = ("float32", "bfloat16", "float16")

@@ -25,13 +25,15 @@ class LayerCacheHandle:
     """The cache of one layer for the tokens of one step: what attention reads and writes.
 
     `request_slots` is [batch] int32, the row of each request, 0 is padding; `positions` and `request_ids` are
-    [tokens] int32, the latter an index into the batch, −1 is padding. Tokens of a request stand side by side,
-    at positions that rise by one. `block_table`, [rows, logical block] int32, and `block_lens`, [rows] int32,
-    are those of the layer's group; they, and `paged`, are None for a layer that has its window alone.
+    [tokens] int32, the latter an index into the batch, −1 in either is padding. Tokens of a request stand
+    side by side, at positions that rise by one. `block_table`, [rows, logical block] int32, and `block_lens`,
+    [rows] int32, are those of the layer's group; they, and `paged`, are None for a layer that has its window
+    alone.
 
     Every call is one launch (`compress` two) on the current stream, waits for nothing, and can be captured if
     its outputs are given. Outputs that are left out are made: bfloat16 for quantised entries, else of the
-    entry's own dtype. What a call is given is not read on the host, and gradients end there.
+    entry's own dtype. A copy is made, too, of what has the numbers of a token apart in memory. What a call is
+    given is not read on the host, and gradients end there.
     """
 
     __slots__ = (
@@ -156,8 +158,8 @@ class LayerCacheHandle:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The window of each token, itself included, oldest first: out [T, window, head_dim], lens [T] int32.
 
-        The step's tokens are written before (`write_swa`). With more of them in one request than the ring has
-        rows beside the window, the first have been written over: `gather_swa_chunk` serves a prefill.
+        The step's tokens are written before (`write_swa`). With more than `unaccepted` of them in one request
+        what the first ones read has been written over, and is zeros: `gather_swa_chunk` serves a prefill.
         Zeros behind a length, and for padding. Cost: one launch. Errors: ArgumentError; CaptureError where
         outputs are left out.
         """
@@ -356,6 +358,8 @@ class LayerCacheHandle:
             raise ArgumentError(f"{name} is on {given.device}, not on {self.state.device}")
         if is_whole and not given.is_contiguous():
             raise ArgumentError(f"{name}: give a contiguous tensor")
+        if given.stride(-1) != 1 and not given.is_contiguous():
+            refuse_capture(self.state.device, f"{name}, of which numbers do not lie side by side,")
 
     def _output(
         self,

@@ -195,7 +195,7 @@ class KVCacheManager:
         self, layer_idx: int, request_slots: AnyIds, positions: AnyIds, request_ids: AnyIds
     ) -> LayerCacheHandle:
         """One layer's cache for the tokens of a step: `request_slots` [batch], 0 is padding; `positions` and
-        `request_ids` [tokens], the latter into the batch, −1 is padding.
+        `request_ids` [tokens], the latter into the batch, −1 in either is padding.
 
         int32 tensors on the device are used as they are: nothing is made, and the call can be captured. Their
         contents are not looked at; kernels leave out what is out of range. What lies on the host is looked
