@@ -1,7 +1,7 @@
 """The Triton kernels of entries against the torch reference, bit for bit, and both against plain Python."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +23,19 @@ CASES = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+# As in production, and as large batches are treated, on small ones.
+SIZES = {"small batches": (1024, 2048, 65_536), "large batches": (4, 0, 0)}
+
+
+@pytest.fixture(autouse=True, params=SIZES.values(), ids=SIZES, scope="module")
+def sizes(request: pytest.FixtureRequest) -> Iterator[None]:
+    names = ("_SCAN", "_FEW_TOKENS", "_MANY_ENTRIES")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in zip(names, request.param, strict=True):
+            patch.setattr(entries_fused, name, size)
+        yield
+
+
 # numpy says so where numbers pass those of float16 or, quantised, of float32: they are infinite then.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 NUM_ROWS, NUM_PAGES, COLUMNS = 4, 9, 3

@@ -300,7 +300,7 @@ def _place_of(row, entry, table, columns, num_pages, ENTRIES: tl.constexpr):
 def _store(
     rows, request_ids, positions, values, stride, table, pages, scales, ropes, ring_positions,
     num_tokens, batch, num_rows, columns, num_pages,
-    RATIO: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
+    RATIO: tl.constexpr, RING: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, NUM_SCALES: tl.constexpr,
@@ -308,27 +308,46 @@ def _store(
     SCALE_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
     # Into rings where RING > 0, else into pages at the ends of blocks of RATIO tokens.
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_token = token < num_tokens
-    request = tl.load(request_ids + token, mask=is_token, other=-1)
-    position = tl.load(positions + token, mask=is_token, other=-1)
-    row = tl.where(position >= 0, row_of(request, rows, batch, num_rows), 0)
+    group = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if RING > 0:
-        is_written = (row > 0) & is_last(token, request, position, request_ids, positions, num_tokens, RING)
+        request = tl.load(request_ids + group, mask=group < num_tokens, other=-1)
+        position = tl.load(positions + group, mask=group < num_tokens, other=-1)
+        row = tl.where(position >= 0, row_of(request, rows, batch, num_rows), 0)
+        is_written = (row > 0) & is_last(group, request, position, request_ids, positions, num_tokens, RING)
         place = row * RING + position % RING
         tl.store(ring_positions + place, position, mask=is_written)
+        flat, rope = _take(
+            group, is_written, values, stride, FLAT, ROPE, BLOCK, BLOCKS, SPAN, ROPE_SPAN, IS_SPELLED
+        )
+        _store_at(
+            place, is_written, flat, rope, pages, scales, ropes, PAGE_BYTES, ENTRIES, DATA_BYTES, SCALE_BYTES,
+            ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS, SPAN, NUM_SCALES, ROPE_SPAN, LARGEST, LEAST,
+            WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
+        )  # fmt: skip
     else:
-        is_end = (position + 1) % RATIO == 0
-        entry = (position + 1) // RATIO - 1
-        place, is_written = _place_of(tl.where(is_end, row, 0), entry, table, columns, num_pages, ENTRIES)
-    flat, rope = _take(
-        token, is_written, values, stride, FLAT, ROPE, BLOCK, BLOCKS, SPAN, ROPE_SPAN, IS_SPELLED
-    )
-    _store_at(
-        place, is_written, flat, rope, pages, scales, ropes, PAGE_BYTES, ENTRIES, DATA_BYTES, SCALE_BYTES,
-        ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS, SPAN, NUM_SCALES, ROPE_SPAN, LARGEST, LEAST,
-        WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
-    )  # fmt: skip
+        # Of GROUP tokens that stand side by side few end a block, in a prefill one, so that a program has
+        # ROWS entries to write and not a part of them; in any other batch it goes round more often.
+        in_group = tl.arange(0, GROUP)[None, :]
+        token = group[:, None] * GROUP + in_group
+        position = tl.load(positions + token, mask=token < num_tokens, other=-1)
+        request = tl.load(request_ids + token, mask=token < num_tokens, other=-1)
+        is_end = (position >= 0) & (request >= 0) & ((position + 1) % RATIO == 0)
+        for _ in range(tl.max(tl.sum(is_end.to(tl.int32), 1), 0)):
+            at = tl.min(tl.where(is_end, in_group, GROUP), 1)
+            end = group * GROUP + at
+            of = tl.load(request_ids + end, mask=at < GROUP, other=-1)
+            length = tl.load(positions + end, mask=at < GROUP, other=-1) + 1
+            row = row_of(of, rows, batch, num_rows)
+            place, is_written = _place_of(row, length // RATIO - 1, table, columns, num_pages, ENTRIES)
+            flat, rope = _take(
+                end, is_written, values, stride, FLAT, ROPE, BLOCK, BLOCKS, SPAN, ROPE_SPAN, IS_SPELLED
+            )
+            _store_at(
+                place, is_written, flat, rope, pages, scales, ropes, PAGE_BYTES, ENTRIES, DATA_BYTES,
+                SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS, SPAN, NUM_SCALES, ROPE_SPAN,
+                LARGEST, LEAST, WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
+            )  # fmt: skip
+            is_end = is_end & (in_group != at[:, None])
 
 
 # What a gather reads.
@@ -336,32 +355,50 @@ _CHOSEN = tl.constexpr(0)
 _ALL = tl.constexpr(1)
 _WINDOWS = tl.constexpr(2)
 _CHUNK = tl.constexpr(3)
-_SCAN = tl.constexpr(1024)  # tokens of the batch that are looked at together
 
 
 @triton.jit
-def _tokens_of(request, request_ids, positions, num_tokens):
+def _is_own(token, is_token, request, request_ids, positions):
+    """Which tokens are of a request, and no padding."""
+    is_real = tl.load(positions + token, mask=is_token, other=-1) >= 0
+    return is_real & (tl.load(request_ids + token, mask=is_token, other=-1) == request)
+
+
+@triton.jit
+def _tokens_of(request, request_ids, positions, num_tokens, SCAN: tl.constexpr):
     """Of a request: its first token, how many there are, and its length after the last."""
     # In a step of decoding token i is the only one of request i: then nothing has to be looked for.
-    may_be = request < num_tokens
-    its_position = tl.load(positions + request, mask=may_be, other=-1)
-    is_its = may_be & (tl.load(request_ids + request, mask=may_be, other=-1) == request) & (its_position >= 0)
-    before = tl.load(request_ids + request - 1, mask=may_be & (request > 0), other=-1)
-    behind = tl.load(request_ids + request + 1, mask=request + 1 < num_tokens, other=-1)
-    is_alone = is_its & (before != request) & (behind != request)
+    is_alone = _is_own(request, request < num_tokens, request, request_ids, positions)
+    is_before = _is_own(request - 1, (request > 0) & (request <= num_tokens), request, request_ids, positions)
+    is_behind = _is_own(request + 1, request + 1 < num_tokens, request, request_ids, positions)
+    is_alone = is_alone & (is_before == 0) & (is_behind == 0)
     first = tl.where(is_alone, request, num_tokens)
-    number = tl.where(is_alone, 1, 0)
-    length = tl.where(is_alone, its_position + 1, 0)
-    for begin in range(0, tl.where(is_alone, 0, num_tokens), _SCAN):
-        token = begin + tl.arange(0, _SCAN)
-        is_token = token < num_tokens
-        position = tl.load(positions + token, mask=is_token, other=-1)
-        is_own = is_token & (position >= 0)
-        is_own = is_own & (tl.load(request_ids + token, mask=is_token, other=-1) == request)
-        first = tl.minimum(first, tl.min(tl.where(is_own, token, num_tokens), 0))
-        number += tl.sum(is_own.to(tl.int32), 0)
-        length = tl.maximum(length, tl.max(tl.where(is_own, position + 1, 0), 0))
-    return first, number, length
+    last = tl.where(is_alone, request, -1)
+    if is_alone == 0:
+        # Its tokens stand side by side: of long ones a sample of the batch finds some, and where they begin
+        # and end is near. Only where none is found all are looked at.
+        step = tl.cdiv(num_tokens, SCAN)
+        token = tl.arange(0, SCAN) * step
+        is_own = _is_own(token, token < num_tokens, request, request_ids, positions)
+        low = tl.min(tl.where(is_own, token, num_tokens), 0)
+        high = tl.max(tl.where(is_own, token, -1), 0)
+        first, last = low, high
+        is_found = high >= 0
+        for begin in range(tl.where(is_found, low - step + 1, 0), tl.where(is_found, low, 0), SCAN):
+            at = begin + tl.arange(0, SCAN)
+            is_at = _is_own(at, (at >= 0) & (at < low), request, request_ids, positions)
+            first = tl.minimum(first, tl.min(tl.where(is_at, at, num_tokens), 0))
+        for begin in range(high + 1, tl.where(is_found, high + step, 0), SCAN):
+            at = begin + tl.arange(0, SCAN)
+            is_at = _is_own(at, at < num_tokens, request, request_ids, positions)
+            last = tl.maximum(last, tl.max(tl.where(is_at, at, -1), 0))
+        for begin in range(0, tl.where(is_found | (step <= 1), 0, num_tokens), SCAN):
+            at = begin + tl.arange(0, SCAN)
+            is_at = _is_own(at, at < num_tokens, request, request_ids, positions)
+            first = tl.minimum(first, tl.min(tl.where(is_at, at, num_tokens), 0))
+            last = tl.maximum(last, tl.max(tl.where(is_at, at, -1), 0))
+    length = tl.load(positions + last, mask=last >= 0, other=-1) + 1
+    return first, tl.maximum(last - first + 1, 0), length
 
 
 @triton.jit
@@ -380,78 +417,88 @@ def _ring_place(row, position, is_wanted, ring_positions, RING: tl.constexpr):
 def _gather(
     rows, request_ids, positions, chosen, table, pages, scales, ropes, ring_positions, chunk, stride,
     out, mask_out, lens, num_tokens, batch, num_rows, columns, num_pages, width, num_chunks,
-    WHAT: tl.constexpr, RATIO: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
+    WHAT: tl.constexpr, RATIO: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr, SCAN: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr,
     PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, NUM_SCALES: tl.constexpr,
     ROPE_SPAN: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
     SCALE_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
-    # A program fills ROWS places of one token, or of one request: `whose`.
+    # A program fills TILES × ROWS places of one token, or of one request: `whose`.
     whose = tl.program_id(0) // num_chunks
-    at = (tl.program_id(0) % num_chunks) * ROWS + tl.arange(0, ROWS)
-    is_at = at < width
-    is_first = tl.program_id(0) % num_chunks == 0
+    chunk_at = tl.program_id(0) % num_chunks
+    is_first = chunk_at == 0
     if WHAT == _CHOSEN or WHAT == _WINDOWS:  # noqa: SIM109 (Triton has no `in`)
         position = tl.load(positions + whose)
         row = tl.where(position >= 0, row_of(tl.load(request_ids + whose), rows, batch, num_rows), 0)
     else:
-        first, number, length = _tokens_of(whose, request_ids, positions, num_tokens)
+        first, number, length = _tokens_of(whose, request_ids, positions, num_tokens, SCAN)
         row = tl.where(number > 0, row_of(whose, rows, batch, num_rows), 0)
-    if WHAT == _CHOSEN:
-        to = whose.to(tl.int64) * width + at
-        entry = tl.load(chosen + to, mask=is_at, other=-1).to(tl.int64)
-        is_visible = is_at & (entry < (position + 1) // RATIO)
-        place, is_read = _place_of(tl.where(is_visible, row, 0), entry, table, columns, num_pages, ENTRIES)
-        tl.store(mask_out + to, is_read.to(tl.uint8), mask=is_at)
-    elif WHAT == _ALL:
+    if WHAT == _ALL:
         visible = tl.where(row > 0, length // RATIO, 0)
-        is_visible = is_at & (at < visible)
-        place, is_read = _place_of(tl.where(is_visible, row, 0), at, table, columns, num_pages, ENTRIES)
         if is_first:
             tl.store(lens + whose, visible)
     elif WHAT == _WINDOWS:
         visible = tl.where(row > 0, tl.minimum(position + 1, WINDOW), 0)
-        wanted = position + 1 - visible + at
-        place, is_read = _ring_place(row, wanted, at < visible, ring_positions, RING)
         if is_first:
             tl.store(lens + whose, visible)
-    else:
+    elif WHAT == _CHUNK:
         number = tl.where(row > 0, number, 0)
         start = length - number
         before = tl.where(row > 0, tl.minimum(start, WINDOW - 1), 0)
-        place, is_read = _ring_place(row, start - before + at, at < before, ring_positions, RING)
         if is_first:
             tl.store(lens + whose, before + number)
-    flat, rope = _load_entries(
-        place, is_read, pages, scales, ropes, PAGE_BYTES, ENTRIES, DATA_BYTES, SCALE_BYTES, ROPE_AT, FORMAT,
-        SCALE, FLAT, ROPE, BLOCK, BLOCKS, SPAN, NUM_SCALES, ROPE_SPAN, LARGEST, LEAST, WIDTH,
-        SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
-    )  # fmt: skip
-    if WHAT == _CHUNK:
-        in_chunk = at - before
-        is_new = (in_chunk >= 0) & (in_chunk < number)
-        new_flat, new_rope = _take(
-            first + in_chunk, is_new, chunk, stride, FLAT, ROPE, BLOCK, BLOCKS, SPAN, ROPE_SPAN, IS_SPELLED
-        )
-        # As it would be read back.
-        if FORMAT == _IS_PLAIN:
-            new_flat = wide(_narrow(new_flat, pages.dtype.element_ty, IS_SPELLED), IS_SPELLED)
+    for tile in range(TILES):
+        at = (chunk_at * TILES + tile) * ROWS + tl.arange(0, ROWS)
+        is_at = at < width
+        to = whose.to(tl.int64) * width + at
+        if WHAT == _CHOSEN:
+            entry = tl.load(chosen + to, mask=is_at, other=-1).to(tl.int64)
+            is_visible = is_at & (entry < (position + 1) // RATIO)
+            of = tl.where(is_visible, row, 0)
+            place, is_read = _place_of(of, entry, table, columns, num_pages, ENTRIES)
+            tl.store(mask_out + to, is_read.to(tl.uint8), mask=is_at)
+        elif WHAT == _ALL:
+            of = tl.where(is_at & (at < visible), row, 0)
+            place, is_read = _place_of(of, at, table, columns, num_pages, ENTRIES)
+        elif WHAT == _WINDOWS:
+            wanted = position + 1 - visible + at
+            place, is_read = _ring_place(row, wanted, at < visible, ring_positions, RING)
         else:
-            codes, kept = _encode(new_flat, FORMAT, SCALE, LARGEST, LEAST, IS_SPELLED)
-            new_flat = _from_fp4(codes) if FORMAT == _IS_FP4 else _from_fp8(codes, IS_SPELLED)
-            new_flat = new_flat * _kept_scale(kept, SCALE)[:, :, None]
-        new_rope = wide(_narrow(new_rope, ropes.dtype.element_ty, IS_SPELLED), IS_SPELLED)
-        flat = tl.where(is_new[:, None, None], new_flat, flat)
-        rope = tl.where(is_new[:, None], new_rope, rope)
-    to = whose.to(tl.int64) * width + at
-    _put(to, is_at, flat, rope, out, FLAT, ROPE, BLOCK, BLOCKS, SPAN, ROPE_SPAN, IS_SPELLED)
+            place, is_read = _ring_place(row, start - before + at, at < before, ring_positions, RING)
+        flat, rope = _load_entries(
+            place, is_read, pages, scales, ropes, PAGE_BYTES, ENTRIES, DATA_BYTES, SCALE_BYTES, ROPE_AT,
+            FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS, SPAN, NUM_SCALES, ROPE_SPAN, LARGEST, LEAST, WIDTH,
+            SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
+        )  # fmt: skip
+        if WHAT == _CHUNK:
+            in_chunk = at - before
+            is_new = (in_chunk >= 0) & (in_chunk < number)
+            new_flat, new_rope = _take(
+                first + in_chunk, is_new, chunk, stride, FLAT, ROPE, BLOCK, BLOCKS, SPAN, ROPE_SPAN,
+                IS_SPELLED,
+            )  # fmt: skip
+            # As it would be read back.
+            if FORMAT == _IS_PLAIN:
+                new_flat = wide(_narrow(new_flat, pages.dtype.element_ty, IS_SPELLED), IS_SPELLED)
+            else:
+                codes, kept = _encode(new_flat, FORMAT, SCALE, LARGEST, LEAST, IS_SPELLED)
+                new_flat = _from_fp4(codes) if FORMAT == _IS_FP4 else _from_fp8(codes, IS_SPELLED)
+                new_flat = new_flat * _kept_scale(kept, SCALE)[:, :, None]
+            new_rope = wide(_narrow(new_rope, ropes.dtype.element_ty, IS_SPELLED), IS_SPELLED)
+            flat = tl.where(is_new[:, None, None], new_flat, flat)
+            rope = tl.where(is_new[:, None], new_rope, rope)
+        _put(to, is_at, flat, rope, out, FLAT, ROPE, BLOCK, BLOCKS, SPAN, ROPE_SPAN, IS_SPELLED)
 
 
 _FORMATS = {"float8_e4m3fn": _IS_FP8, "float4_e2m1fn_x2": _IS_FP4}
 _SCALES = {None: _NO_SCALE, "float8_e8m0fnu": _EXPONENT, "float32": _FLOAT}
 _PROGRAM_NUMBERS = 2048  # that a program moves, 16 a thread
 _NUM_WARPS = 4
+_SCAN = 1024  # tokens of a batch that a program looks at together
+_TILES, _MANY_ENTRIES = 8, 65_536
+_FEW_TOKENS = 2048  # up to here they are written one by one
 
 
 def is_spelled(device: torch.device) -> bool:
@@ -531,10 +578,13 @@ def _launch_store(
     spelled = is_spelled(pages.device)
     constants = _constants(codec, pages.shape[1], entries_per_page, spelled)
     given, stride = rows_and_stride(values)
-    _store[(triton.cdiv(num_tokens, constants["ROWS"]),)](
+    # A program for every few tokens; where there are many, of which most end no block, for as many ends.
+    group = 1 if ring or num_tokens <= _FEW_TOKENS else 1 << (ratio.bit_length() - 1)
+    _store[(triton.cdiv(num_tokens, constants["ROWS"] * group),)](
         tokens.rows, tokens.request_ids, tokens.positions, readable(given, spelled), stride, table,
         *_typed(codec, pages, spelled), ring_positions, num_tokens, tokens.rows.shape[0], num_rows,
-        table.shape[1], pages.shape[0], RATIO=ratio, RING=ring, **constants, num_warps=_NUM_WARPS,
+        table.shape[1], pages.shape[0], RATIO=ratio, RING=ring, GROUP=group, **constants,
+        num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
@@ -582,7 +632,10 @@ def _launch_gather(
         return
     spelled = is_spelled(out.device)
     constants = _constants(codec, pages.shape[1], entries_per_page, spelled)
-    num_chunks = max(1, triton.cdiv(width, constants["ROWS"]))
+    # Where tokens of a request are looked for, a program that has more to do looks less often.
+    is_search = what in (_ALL, _CHUNK)
+    tiles = _TILES if is_search and number * width > _MANY_ENTRIES else 1
+    num_chunks = max(1, triton.cdiv(width, constants["ROWS"] * tiles))
     given, stride = (out, 0) if chunk is None else rows_and_stride(chunk)
     _gather[(number * num_chunks,)](
         tokens.rows, tokens.request_ids, tokens.positions, table if chosen is None else chosen, table,
@@ -590,7 +643,7 @@ def _launch_gather(
         readable(out, spelled), pages if mask is None else mask.view(torch.uint8),
         tokens.rows if lens is None else lens, tokens.positions.shape[0], tokens.rows.shape[0], num_rows,
         table.shape[1], pages.shape[0], width, num_chunks, WHAT=what.value, RATIO=ratio, RING=ring,
-        WINDOW=window, **constants, num_warps=_NUM_WARPS,
+        WINDOW=window, SCAN=_SCAN, TILES=tiles, **constants, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
