@@ -14,7 +14,7 @@ from bench.staging import host_microseconds
 from pagoda import AttentionType, DSV4Config, KVCacheManager, LayerSpec
 from pagoda.kernels import entries, entries_reference
 from pagoda.kernels.compress import compress, push
-from pagoda.kernels.entries import Codec, Tokens
+from pagoda.kernels.entries import Codec, Ring, Tokens
 from pagoda.layout.entries import compressed_fp8, index_keys
 
 Row = dict[str, Any]
@@ -57,14 +57,17 @@ class Batch:
         shape = (ids.shape[0] + 1, entry.page_bytes(per_page))
         return table, torch.randint(0, 126, shape, dtype=torch.uint8, device="cuda"), per_page
 
-    def ring(self, codec: Codec, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def ring(self, codec: Codec, size: int) -> Ring:
         """Rings that hold the last tokens of each request."""
-        shape = (self.num_requests + 1, size, codec.num_bytes)
-        ring = torch.randint(0, 126, shape, dtype=torch.uint8, device="cuda")
+        shape = (self.num_requests + 1, size)
+        data, scales = (
+            torch.randint(0, 126, (*shape, n), dtype=torch.uint8, device="cuda")
+            for n in (codec.data_bytes, codec.scale_bytes)
+        )
         held = self.start + self.num_tokens - size + torch.arange(size, dtype=torch.int32, device="cuda")
-        positions = torch.full(shape[:2], -1, dtype=torch.int32, device="cuda")
+        positions = torch.full(shape, -1, dtype=torch.int32, device="cuda")
         positions[1:, held % size] = held.clamp(min=-1)
-        return ring, positions
+        return Ring(data, scales, positions)
 
 
 def values_of(batch: Batch, dim: int) -> torch.Tensor:
@@ -107,10 +110,10 @@ def all_entries(batch: Batch, entry: Any, ratio: int, name: str) -> Work:
 
 def windows(batch: Batch) -> Work:
     codec = Codec.of(KV)
-    ring, positions = batch.ring(codec, 128)
+    ring = batch.ring(codec, 128)
     out = torch.empty(batch.total, 128, codec.dim, dtype=BF16, device="cuda")
     lens = torch.empty(batch.total, dtype=torch.int32, device="cuda")
-    args = codec, batch.tokens, 128, ring, positions, out, lens
+    args = codec, batch.tokens, 128, ring, out, lens
     moved = batch.total * 128 * (_used_bytes(codec) + 4 + codec.dim * 2)
     return Work(
         f"gather_swa_kv, {batch.total:,} × 128",
@@ -122,12 +125,12 @@ def windows(batch: Batch) -> Work:
 
 def chunk(batch: Batch) -> Work:
     codec = Codec.of(KV)
-    ring, positions = batch.ring(codec, 128)
+    ring = batch.ring(codec, 128)
     width = 127 + batch.num_tokens
     values = values_of(batch, codec.dim)
     out = torch.empty(batch.num_requests, width, codec.dim, dtype=BF16, device="cuda")
     lens = torch.empty(batch.num_requests, dtype=torch.int32, device="cuda")
-    args = codec, batch.tokens, 128, ring, positions, values, out, lens
+    args = codec, batch.tokens, 128, ring, values, out, lens
     before = batch.num_requests * 127 * (_used_bytes(codec) + 4)
     moved = before + values.numel() * 2 + out.numel() * 2
     return Work(
@@ -140,9 +143,9 @@ def chunk(batch: Batch) -> Work:
 
 def write_window(batch: Batch) -> Work:
     codec = Codec.of(KV)
-    ring, positions = batch.ring(codec, 128)
+    ring = batch.ring(codec, 128)
     values = values_of(batch, codec.dim)
-    args = codec, batch.tokens, values, ring, positions
+    args = codec, batch.tokens, values, ring
     moved = values.numel() * 2 + batch.total * (codec.num_bytes + 4)
     return Work(
         f"write_swa, {batch.total:,} tokens",

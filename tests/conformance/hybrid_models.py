@@ -64,7 +64,10 @@ def scramble(manager: KVCacheManager) -> None:
 
 def parts_of(pool: Any) -> dict[str, torch.Tensor]:
     """The parts of a state pool that are there, by name."""
-    names = ("window", "positions", "main_values", "main_scores", "index_values", "index_scores")
+    names = (
+        *("window", "window_scales", "positions"),
+        *("main_values", "main_scores", "index_values", "index_scores"),
+    )
     return {name: getattr(pool, name) for name in names if getattr(pool, name) is not None}
 
 

@@ -12,7 +12,15 @@ import torch
 
 from conformance.builders import captured
 from conformance.hybrid_models import CSA, HCA, LAYERS, exact, manager_of, parts_of, tiny
-from pagoda import ArgumentError, AttentionType, CaptureError, DSV4Config, KVCacheManager, LayerCacheHandle
+from pagoda import (
+    ArgumentError,
+    AttentionType,
+    CaptureError,
+    DSV4Config,
+    KVCacheManager,
+    LayerCacheHandle,
+    OutOfRangeError,
+)
 
 WINDOW, CSA_LAYER, HCA_LAYER, SWA_LAYER = 8, 2, 3, 1
 
@@ -769,3 +777,21 @@ def test_leaving_out_an_output_inside_a_capture_is_refused(name: str) -> None:
             with pytest.raises(CaptureError):
                 call(*missing)
         call(out, second)
+
+
+def test_positions_behind_the_longest_context_are_refused_where_the_host_sees_them() -> None:
+    """They have no block; and outputs as long as such a request would be larger than any memory."""
+    manager = manager_of("cpu", max_context_tokens=80)
+    row = manager.admit_request()
+    manager.acquire(SWA_LAYER, [row], [79], [0])
+    for position in (80, 2**31 - 2, 2**31):
+        with pytest.raises(OutOfRangeError, match="positions"):
+            manager.acquire(SWA_LAYER, [row], [position], [0])
+
+
+def test_a_bool_is_no_row() -> None:
+    manager = manager_of("cpu")
+    assert manager.admit_request() == 1
+    with pytest.raises(ArgumentError, match="bool"):
+        manager.release_request(True)
+    manager.release_request(1)

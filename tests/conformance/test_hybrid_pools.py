@@ -165,7 +165,8 @@ def test_parts_have_the_shapes_of_the_schema(device: str, kind: AttentionType, u
     extra = unaccepted - 1
     found = {name: (tuple(part.shape), part.dtype) for name, part in parts_of(pool).items()}
     wanted = {
-        "window": ((6, 8 + extra, schema.entry.num_bytes), torch.uint8),
+        "window": ((6, 8 + extra, schema.entry.data_bytes), torch.uint8),
+        "window_scales": ((6, 8 + extra, schema.entry.scale_bytes), torch.uint8),
         "positions": ((6, 8 + extra), torch.int32),
     }
     compressors = {
@@ -285,7 +286,7 @@ def test_a_snapshot_at_a_length_holds_what_a_resume_there_needs(
     wanted = {name: torch.full_like(part[3], initial_of(name)) for name, part in parts_of(pool).items()}
     for position in range(max(0, length - 7), length):
         at = position % schema.ring_size
-        wanted["window"][at] = position % 250 + 1
+        wanted["window"][at] = wanted["window_scales"][at] = position % 250 + 1
         wanted["positions"][at] = position
     if kind is CSA:
         for position in range(max(0, length - 4), length):

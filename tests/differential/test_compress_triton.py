@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(
-    max_examples=200 if DEVICE == "cuda" else 25,
+    max_examples=60 if DEVICE == "cuda" else 25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

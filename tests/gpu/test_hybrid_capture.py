@@ -189,6 +189,7 @@ def test_replays_leave_what_eager_calls_leave():
             for what in ("values", "scores")
         ]
         pairs += [(pool.window, other.window), (pool.positions, other.positions)]
+        pairs.append((pool.window_scales, other.window_scales))
         paged, other_paged = captured.paged_pools[layer], eager.paged_pools[layer]
         if paged is not None and other_paged is not None:
             pairs += [(paged.entries, other_paged.entries), (paged.index, other_paged.index)]
@@ -207,6 +208,8 @@ def test_padding_changes_no_byte_of_others():
     padded, alone = (KVCacheManager(config(), SCHEDULE, ROWS, CONTEXT) for _ in range(2))
     for pool in padded.state_pools.values():
         pool.window[0] = 0xFF
+        assert pool.window_scales is not None
+        pool.window_scales[0] = 0xFF
         for part in (pool.main_values, pool.main_scores, pool.index_values, pool.index_scores):
             if part is not None:
                 part[0] = torch.nan

@@ -27,6 +27,7 @@ from pagoda import (
     DSV4Config,
     KVCacheManager,
     NotHeldError,
+    OutOfRangeError,
     UsageError,
     kernels,
 )
@@ -182,6 +183,12 @@ class Hybrid(RuleBasedStateMachine):
         rows = data.draw(st.lists(st.sampled_from(sorted(self.blocks)), min_size=1, unique=True))
         ids = [number for number in range(len(rows)) for _ in range(size)]
         positions = [self.lengths[row] + at for row in rows for at in range(size)]
+        if max(positions) >= self.manager.max_context_tokens:
+            before = observe(self.manager)
+            with pytest.raises(OutOfRangeError, match="positions"):
+                self.manager.acquire(LAYERS[0], rows, positions, ids)
+            assert observe(self.manager) == before
+            return
         values = torch.ones(len(ids), 16, device=self.device)
         for layer in LAYERS:
             handle = self.manager.acquire(layer, rows, positions, ids)

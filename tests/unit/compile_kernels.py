@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from differential.entry_layouts import ENTRIES
 from pagoda.kernels import compress_fused, entries_fused, fused, gather_fused, views_fused
-from pagoda.kernels.entries import Codec, Tokens
+from pagoda.kernels.entries import Codec, Ring, Tokens
 from pagoda.kernels.views_reference import ViewBuffers, ViewSpec
 
 CAPABILITY = int(sys.argv[1])
@@ -99,19 +99,30 @@ def views() -> None:
 
 def entries() -> None:
     tokens = Tokens(ints(2), ints(3), ints(3))
-    for entry in ENTRIES.values():
-        codec = Codec.of(entry)
-        ring, held = torch.zeros(3, 8, codec.num_bytes, dtype=torch.uint8), ints(3, 8)
-        blocks, table = torch.zeros(5, entry.page_bytes(32), dtype=torch.uint8), ints(3, 4)
-        values = torch.zeros(3, codec.dim, dtype=torch.bfloat16)
-        out = torch.zeros(3, 6, codec.dim, dtype=torch.bfloat16)
-        entries_fused.store_window(codec, tokens, values, ring, held)
-        entries_fused.store_entries(codec, tokens, values, 4, table, blocks, 32)
-        mask = torch.zeros(3, 6, dtype=torch.bool)
-        entries_fused.gather_chosen(codec, tokens, 4, ints(3, 6), table, blocks, 32, out, mask)
-        entries_fused.gather_all(codec, tokens, 4, table, blocks, 32, out[:2], ints(2))
-        entries_fused.gather_windows(codec, tokens, 6, ring, held, out, ints(3))
-        entries_fused.gather_chunk(codec, tokens, 6, ring, held, values, out[:2], ints(2))
+    few = entries_fused._FEW_TOKENS, entries_fused._MANY_ENTRIES
+    for name, entry in ENTRIES.items():
+        for sizes in (few, (0, 0)) if name in ("584 bytes", "fp4 keys") else (few,):  # as large batches are
+            entries_fused._FEW_TOKENS, entries_fused._MANY_ENTRIES = sizes
+            entries_of(Codec.of(entry), entry.page_bytes(32), tokens)
+    compressors(tokens)
+
+
+def entries_of(codec: Codec, page_bytes: int, tokens: Tokens) -> None:
+    data, scales = (torch.zeros(3, 8, n, dtype=torch.uint8) for n in (codec.data_bytes, codec.scale_bytes))
+    ring = Ring(data, scales if codec.scale_bytes else None, ints(3, 8))
+    blocks, table = torch.zeros(5, page_bytes, dtype=torch.uint8), ints(3, 4)
+    values = torch.zeros(3, codec.dim, dtype=torch.bfloat16)
+    out = torch.zeros(3, 6, codec.dim, dtype=torch.bfloat16)
+    entries_fused.store_window(codec, tokens, values, ring)
+    entries_fused.store_entries(codec, tokens, values, 4, table, blocks, 32)
+    mask = torch.zeros(3, 6, dtype=torch.bool)
+    entries_fused.gather_chosen(codec, tokens, 4, ints(3, 6), table, blocks, 32, out, mask)
+    entries_fused.gather_all(codec, tokens, 4, table, blocks, 32, out[:2], ints(2))
+    entries_fused.gather_windows(codec, tokens, 6, ring, out, ints(3))
+    entries_fused.gather_chunk(codec, tokens, 6, ring, values, out[:2], ints(2))
+
+
+def compressors(tokens: Tokens) -> None:
     for ratio, channels, dim in ((4, 1024, 512), (128, 512, 512), (4, 256, 128)):
         for dtype in (torch.float32, torch.bfloat16):
             given = torch.zeros(3, channels, dtype=dtype)

@@ -167,7 +167,8 @@ class TestPagedBytes:
         assert entry_288.page_bytes(3) == 1_024  # 864 to the next multiple of 256
         kinds = [hca(entry=entry, window=4) for entry in (entry_528, entry_288)]
         assert [entry_bytes(kind) for kind in kinds] == [{"compressed": 528}, {"compressed": 288}]
-        assert [state_bytes(kind)["window"] for kind in kinds] == [4 * 528, 4 * 288]
+        assert [state_bytes(kind)["window"] for kind in kinds] == [4 * 512, 4 * 256]
+        assert [state_bytes(kind)["window_scales"] for kind in kinds] == [4 * 16, 4 * 32]
 
     def test_pages_are_padded_once_and_not_an_entry_at_a_time(self):
         entry = Entry("e", (Part("a", (10,), "uint8"),), page_multiple=16)
@@ -230,8 +231,8 @@ class TestCompressed:
 
     def test_ring(self):
         kind = RingWindow(entry=V4_ENTRY, window=128)
-        # A row has its entry and an int32 that says which position it holds.
-        assert state_bytes(kind) == {"window": 128 * 584, "positions": 128 * 4}
+        # A row has its entry, data and scales, and an int32 that says which position it holds.
+        assert state_bytes(kind) == {"window": 128 * 576, "window_scales": 128 * 8, "positions": 128 * 4}
         assert kind.pages is None
         # The next token reads itself and 127 before it.
         assert kind.checkpoint_bytes == 127 * 584
@@ -243,7 +244,8 @@ class TestCompressed:
         assert csa(unaccepted=unaccepted).rows == 2 * 4 + extra
         assert hca(unaccepted=unaccepted).rows == 128 + extra
         assert state_bytes(csa(unaccepted=unaccepted)) == {
-            "window": (128 + extra) * 584,
+            "window": (128 + extra) * 576,
+            "window_scales": (128 + extra) * 8,
             "positions": (128 + extra) * 4,
             "main_values": (8 + extra) * 2 * 512 * 4,
             "main_scores": (8 + extra) * 2 * 512 * 4,
@@ -251,7 +253,8 @@ class TestCompressed:
             "index_scores": (8 + extra) * 2 * 128 * 4,
         }
         assert state_bytes(hca(unaccepted=unaccepted)) == {
-            "window": (128 + extra) * 584,
+            "window": (128 + extra) * 576,
+            "window_scales": (128 + extra) * 8,
             "positions": (128 + extra) * 4,
             "main_values": (128 + extra) * 512 * 4,
             "main_scores": (128 + extra) * 512 * 4,

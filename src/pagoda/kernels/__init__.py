@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -19,23 +20,30 @@ from pagoda.errors import ConfigError
 from pagoda.kernels import reference
 from pagoda.kernels.reference import FP8_DTYPES
 
-__all__ = ["FP8_DTYPES", "copy_pages", "on_device", "pack", "store", "unpack", "write_entries"]
+__all__ = ["FP8_DTYPES", "copy_pages", "on_device", "pack", "pick", "store", "unpack", "write_entries"]
 
 
 _HERE = nullcontext()
 
 
-def _for(tensor: torch.Tensor) -> ModuleType:
-    return _fused() if tensor.is_cuda else reference
+def pick(on_gpu: str, plain: ModuleType, device: torch.device) -> ModuleType:
+    """The module whose functions serve a device: on CUDA that of Triton kernels, by name, else the reference.
+
+    Errors: ConfigError where triton is missing.
+    """
+    return _fused(on_gpu) if device.type == "cuda" else plain
 
 
 @cache
-def _fused() -> ModuleType:
+def _fused(name: str) -> ModuleType:
     try:
-        from pagoda.kernels import fused
+        return import_module(f"pagoda.kernels.{name}")
     except ModuleNotFoundError as missing:  # plain indexing would be right, at a quarter of the speed
-        raise ConfigError("pools on CUDA need triton: pip install 'pagoda-kv[triton]'") from missing
-    return fused
+        raise ConfigError("pools and views on CUDA need triton: pip install 'pagoda-kv[triton]'") from missing
+
+
+def _for(tensor: torch.Tensor) -> ModuleType:
+    return pick("fused", reference, tensor.device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -14,21 +14,14 @@ from types import ModuleType
 
 import torch
 
-from pagoda.errors import ConfigError
-from pagoda.kernels import compress_reference, on_device
+from pagoda.kernels import compress_reference, on_device, pick
 from pagoda.kernels.entries import Tokens
 
 __all__ = ["compress", "push"]
 
 
 def _for(tensor: torch.Tensor) -> ModuleType:
-    if not tensor.is_cuda:
-        return compress_reference
-    try:
-        from pagoda.kernels import compress_fused
-    except ModuleNotFoundError as missing:
-        raise ConfigError("pools on CUDA need triton: pip install 'pagoda-kv[triton]'") from missing
-    return compress_fused
+    return pick("compress_fused", compress_reference, tensor.device)
 
 
 def compress(

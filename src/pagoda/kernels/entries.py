@@ -17,11 +17,12 @@ from typing import NamedTuple
 import torch
 
 from pagoda.errors import ConfigError
-from pagoda.kernels import entries_reference, on_device
+from pagoda.kernels import entries_reference, on_device, pick
 from pagoda.layout.entries import DTYPES, Entry
 
 __all__ = [
     "Codec",
+    "Ring",
     "Tokens",
     "gather_all",
     "gather_chosen",
@@ -40,6 +41,14 @@ class Tokens(NamedTuple):
     rows: torch.Tensor  # [B] int32: the row of each request; 0 is padding
     request_ids: torch.Tensor  # [T] int32: which of `rows` a token belongs to; −1 is padding
     positions: torch.Tensor  # [T] int32; below 0 is padding
+
+
+class Ring(NamedTuple):
+    """The windows of all rows: position p lies in place p % R of its row's."""
+
+    data: torch.Tensor  # [num_rows + 1, R, codec.data_bytes] uint8
+    scales: torch.Tensor | None  # [num_rows + 1, R, codec.scale_bytes] uint8, None for entries without
+    positions: torch.Tensor  # [num_rows + 1, R] int32: which position lies there, −1 for none
 
 
 _PLAIN = ("float32", "bfloat16", "float16")
@@ -145,28 +154,21 @@ class Codec:
 
 
 def _for(tensor: torch.Tensor) -> ModuleType:
-    if not tensor.is_cuda:
-        return entries_reference
-    try:
-        from pagoda.kernels import entries_fused
-    except ModuleNotFoundError as missing:
-        raise ConfigError("pools on CUDA need triton: pip install 'pagoda-kv[triton]'") from missing
-    return entries_fused
+    return pick("entries_fused", entries_reference, tensor.device)
 
 
 def store_window(
     codec: Codec,
     tokens: Tokens,
     values: torch.Tensor,  # [T, dim]
-    ring: torch.Tensor,  # [num_rows + 1, R, codec.num_bytes] uint8
-    ring_positions: torch.Tensor,  # [num_rows + 1, R] int32
+    ring: Ring,
 ) -> None:
     """Write each token's entry to place position % R of its row's ring, and the position beside it.
 
     Of a request's tokens only the last R are written, so that none is written over within a call. One launch.
     """
-    with on_device(ring.device):
-        _for(ring).store_window(codec, tokens, values, ring, ring_positions)
+    with on_device(ring.data.device):
+        _for(ring.data).store_window(codec, tokens, values, ring)
 
 
 def store_entries(
@@ -227,8 +229,7 @@ def gather_windows(
     codec: Codec,
     tokens: Tokens,
     window: int,
-    ring: torch.Tensor,
-    ring_positions: torch.Tensor,
+    ring: Ring,
     out: torch.Tensor,  # [T, window, dim] contiguous
     lens: torch.Tensor,  # [T] int32
 ) -> None:
@@ -236,16 +237,15 @@ def gather_windows(
 
     A position that the ring does not hold, because a call wrote over it before it was read, gives zeros.
     """
-    with on_device(ring.device):
-        _for(ring).gather_windows(codec, tokens, window, ring, ring_positions, out, lens)
+    with on_device(ring.data.device):
+        _for(ring.data).gather_windows(codec, tokens, window, ring, out, lens)
 
 
 def gather_chunk(
     codec: Codec,
     tokens: Tokens,
     window: int,
-    ring: torch.Tensor,
-    ring_positions: torch.Tensor,
+    ring: Ring,
     chunk: torch.Tensor,  # [T, dim]
     out: torch.Tensor,  # [B, window − 1 + Q, dim] contiguous
     lens: torch.Tensor,  # [B] int32
@@ -256,5 +256,5 @@ def gather_chunk(
     The window comes from the ring, which has to be written afterwards, so that it may be as small as the
     window however long the chunk; the tokens come from `chunk`, rounded as if they had been stored.
     """
-    with on_device(ring.device):
-        _for(ring).gather_chunk(codec, tokens, window, ring, ring_positions, chunk, out, lens)
+    with on_device(ring.data.device):
+        _for(ring.data).gather_chunk(codec, tokens, window, ring, chunk, out, lens)

@@ -7,7 +7,7 @@ Offsets are 64-bit."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -16,7 +16,7 @@ import triton.language as tl
 from pagoda.kernels.fused import rounded
 
 if TYPE_CHECKING:
-    from pagoda.kernels.entries import Codec, Tokens
+    from pagoda.kernels.entries import Codec, Ring, Tokens
 
 __all__ = [
     "gather_all",
@@ -172,7 +172,8 @@ def _encode(
 @triton.jit
 def _load_entries(
     place, is_read, pages, scales, ropes,
-    PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_PAGE_BYTES: tl.constexpr,
+    SCALES_AT: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, NUM_SCALES: tl.constexpr,
     ROPE_SPAN: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
@@ -181,7 +182,7 @@ def _load_entries(
     """Entries at places, [ROWS] int64: flat part [ROWS, BLOCKS, SPAN] and rotated part [ROWS, ROPE_SPAN]."""
     page, at = place // ENTRIES, place % ENTRIES
     begin = page * PAGE_BYTES + at * DATA_BYTES
-    scales_begin = page * PAGE_BYTES + ENTRIES * DATA_BYTES + at * SCALE_BYTES
+    scales_begin = page * SCALE_PAGE_BYTES + SCALES_AT + at * SCALE_BYTES
     flat = _load_flat(
         pages + begin // WIDTH, scales + scales_begin // SCALE_WIDTH, is_read, FORMAT, SCALE, FLAT, BLOCK,
         BLOCKS, SPAN, NUM_SCALES, IS_SPELLED,
@@ -229,7 +230,8 @@ def _take(
 @triton.jit
 def _store_at(
     place, is_written, flat, rope, pages, scales, ropes,
-    PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_PAGE_BYTES: tl.constexpr,
+    SCALES_AT: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, NUM_SCALES: tl.constexpr,
     ROPE_SPAN: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
@@ -238,7 +240,7 @@ def _store_at(
     """Write numbers of entries to places, [ROWS] int64; bytes of scales that hold none become 0."""
     page, at = place // ENTRIES, place % ENTRIES
     begin = page * PAGE_BYTES + at * DATA_BYTES
-    scales_begin = page * PAGE_BYTES + ENTRIES * DATA_BYTES + at * SCALE_BYTES
+    scales_begin = page * SCALE_PAGE_BYTES + SCALES_AT + at * SCALE_BYTES
     kind: tl.constexpr = pages.dtype.element_ty
     rope_kind: tl.constexpr = ropes.dtype.element_ty
     mask = is_written[:, None, None]
@@ -295,13 +297,14 @@ def _place_of(row, entry, table, columns, num_pages, ENTRIES: tl.constexpr):
 # Sizes of batches and pools make no variants: what a call of any size compiled serves a capture of any other.
 @triton.jit(
     do_not_specialize=["num_tokens", "batch", "num_rows", "columns", "num_pages"],
-    do_not_specialize_on_alignment=["rows", "request_ids", "positions"],
+    do_not_specialize_on_alignment=["rows", "request_ids", "positions", "table", "scales", "ring_positions"],
 )
 def _store(
     rows, request_ids, positions, values, stride, table, pages, scales, ropes, ring_positions,
     num_tokens, batch, num_rows, columns, num_pages,
     RATIO: tl.constexpr, RING: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_PAGE_BYTES: tl.constexpr,
+    SCALES_AT: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, NUM_SCALES: tl.constexpr,
     ROPE_SPAN: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
@@ -320,8 +323,9 @@ def _store(
             group, is_written, values, stride, FLAT, ROPE, BLOCK, BLOCKS, SPAN, ROPE_SPAN, IS_SPELLED
         )
         _store_at(
-            place, is_written, flat, rope, pages, scales, ropes, PAGE_BYTES, ENTRIES, DATA_BYTES, SCALE_BYTES,
-            ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS, SPAN, NUM_SCALES, ROPE_SPAN, LARGEST, LEAST,
+            place, is_written, flat, rope, pages, scales, ropes, PAGE_BYTES, ENTRIES, DATA_BYTES,
+            SCALE_PAGE_BYTES, SCALES_AT, SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS,
+            SPAN, NUM_SCALES, ROPE_SPAN, LARGEST, LEAST,
             WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
         )  # fmt: skip
     else:
@@ -344,7 +348,8 @@ def _store(
             )
             _store_at(
                 place, is_written, flat, rope, pages, scales, ropes, PAGE_BYTES, ENTRIES, DATA_BYTES,
-                SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS, SPAN, NUM_SCALES, ROPE_SPAN,
+                SCALE_PAGE_BYTES, SCALES_AT, SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS,
+                SPAN, NUM_SCALES, ROPE_SPAN,
                 LARGEST, LEAST, WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
             )  # fmt: skip
             is_end = is_end & (in_group != at[:, None])
@@ -412,14 +417,18 @@ def _ring_place(row, position, is_wanted, ring_positions, RING: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["num_tokens", "batch", "num_rows", "columns", "num_pages", "width", "num_chunks"],
-    do_not_specialize_on_alignment=["rows", "request_ids", "positions", "chosen", "mask_out", "lens"],
+    do_not_specialize_on_alignment=[
+        *("rows", "request_ids", "positions", "chosen", "table"),
+        *("scales", "ring_positions", "mask_out", "lens"),
+    ],
 )
 def _gather(
     rows, request_ids, positions, chosen, table, pages, scales, ropes, ring_positions, chunk, stride,
     out, mask_out, lens, num_tokens, batch, num_rows, columns, num_pages, width, num_chunks,
     WHAT: tl.constexpr, RATIO: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr, SCAN: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr,
-    PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_PAGE_BYTES: tl.constexpr,
+    SCALES_AT: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, NUM_SCALES: tl.constexpr,
     ROPE_SPAN: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
@@ -468,8 +477,9 @@ def _gather(
         else:
             place, is_read = _ring_place(row, start - before + at, at < before, ring_positions, RING)
         flat, rope = _load_entries(
-            place, is_read, pages, scales, ropes, PAGE_BYTES, ENTRIES, DATA_BYTES, SCALE_BYTES, ROPE_AT,
-            FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS, SPAN, NUM_SCALES, ROPE_SPAN, LARGEST, LEAST, WIDTH,
+            place, is_read, pages, scales, ropes, PAGE_BYTES, ENTRIES, DATA_BYTES, SCALE_PAGE_BYTES,
+            SCALES_AT, SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS, SPAN, NUM_SCALES,
+            ROPE_SPAN, LARGEST, LEAST, WIDTH,
             SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
         )  # fmt: skip
         if WHAT == _CHUNK:
@@ -517,18 +527,37 @@ def rows_and_stride(values: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (values, values.stride(0)) if values.stride(-1) == 1 else (values.contiguous(), values.shape[1])
 
 
+class _Stored(NamedTuple):
+    """Where entries lie: their data in pages of one tensor, their scales, from `scales_at` on, in those of
+    another or of the same."""
+
+    data: torch.Tensor  # [pages, bytes of a page] uint8
+    scales: torch.Tensor
+    scales_at: int
+    entries_per_page: int
+
+
+def _in_pages(codec: Codec, pages: torch.Tensor, entries_per_page: int) -> _Stored:
+    return _Stored(pages, pages, entries_per_page * codec.data_bytes, entries_per_page)
+
+
+def _in_ring(ring: Ring) -> _Stored:
+    data = ring.data.view(-1, ring.data.shape[2])
+    return _Stored(data, data if ring.scales is None else ring.scales.view(-1, ring.scales.shape[2]), 0, 1)
+
+
 def _typed(
-    codec: Codec, pages: torch.Tensor, is_spelled: bool
+    codec: Codec, stored: _Stored, is_spelled: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The bytes of pages as the types of the flat part, of scales and of the rotated part."""
     is_plain = codec.scale_dtype is None
-    flat = pages.view(getattr(torch, codec.flat_dtype)) if is_plain else pages
-    scales = pages.view(torch.float32) if codec.scale_dtype == "float32" else pages
-    ropes = pages.view(getattr(torch, codec.rope_dtype)) if codec.rope_dim else flat
+    flat = stored.data.view(getattr(torch, codec.flat_dtype)) if is_plain else stored.data
+    scales = stored.scales.view(torch.float32) if codec.scale_dtype == "float32" else stored.scales
+    ropes = stored.data.view(getattr(torch, codec.rope_dtype)) if codec.rope_dim else flat
     return readable(flat, is_spelled), scales, readable(ropes, is_spelled)
 
 
-def _constants(codec: Codec, page_bytes: int, entries_per_page: int, is_spelled: bool) -> dict[str, Any]:
+def _constants(codec: Codec, stored: _Stored, is_spelled: bool) -> dict[str, Any]:
     is_plain = codec.scale_dtype is None
     block = min(codec.block, 64) if is_plain else codec.block
     scale_bytes = 4 if codec.scale_dtype == "float32" else 1
@@ -537,9 +566,11 @@ def _constants(codec: Codec, page_bytes: int, entries_per_page: int, is_spelled:
     rope_bytes = codec.rope_dim * getattr(torch, codec.rope_dtype).itemsize
     return {
         "ROWS": max(1, _PROGRAM_NUMBERS // (blocks * span)),
-        "PAGE_BYTES": page_bytes,
-        "ENTRIES": entries_per_page,
+        "PAGE_BYTES": stored.data.shape[1],
+        "ENTRIES": stored.entries_per_page,
         "DATA_BYTES": codec.data_bytes,
+        "SCALE_PAGE_BYTES": stored.scales.shape[1],
+        "SCALES_AT": stored.scales_at,
         "SCALE_BYTES": codec.scale_bytes,
         "ROPE_AT": codec.data_bytes - rope_bytes,
         "FORMAT": _FORMATS.get(codec.flat_dtype, _IS_PLAIN).value,
@@ -565,8 +596,7 @@ def _launch_store(
     tokens: Tokens,
     values: torch.Tensor,
     table: torch.Tensor,
-    pages: torch.Tensor,  # [pages, page_bytes]
-    entries_per_page: int,
+    stored: _Stored,
     ring_positions: torch.Tensor,
     num_rows: int,
     ratio: int,
@@ -575,25 +605,23 @@ def _launch_store(
     num_tokens = tokens.positions.shape[0]
     if num_tokens == 0:
         return
-    spelled = is_spelled(pages.device)
-    constants = _constants(codec, pages.shape[1], entries_per_page, spelled)
+    spelled = is_spelled(values.device)
+    constants = _constants(codec, stored, spelled)
     given, stride = rows_and_stride(values)
     # A program for every few tokens; where there are many, of which most end no block, for as many ends.
     group = 1 if ring or num_tokens <= _FEW_TOKENS else 1 << (ratio.bit_length() - 1)
     _store[(triton.cdiv(num_tokens, constants["ROWS"] * group),)](
         tokens.rows, tokens.request_ids, tokens.positions, readable(given, spelled), stride, table,
-        *_typed(codec, pages, spelled), ring_positions, num_tokens, tokens.rows.shape[0], num_rows,
-        table.shape[1], pages.shape[0], RATIO=ratio, RING=ring, GROUP=group, **constants,
+        *_typed(codec, stored, spelled), ring_positions, num_tokens, tokens.rows.shape[0], num_rows,
+        table.shape[1], stored.data.shape[0], RATIO=ratio, RING=ring, GROUP=group, **constants,
         num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
-def store_window(
-    codec: Codec, tokens: Tokens, values: torch.Tensor, ring: torch.Tensor, ring_positions: torch.Tensor
-) -> None:
-    pages = ring.view(-1, codec.num_bytes)
+def store_window(codec: Codec, tokens: Tokens, values: torch.Tensor, ring: Ring) -> None:
+    num_rows, size = ring.positions.shape
     _launch_store(
-        codec, tokens, values, ring_positions, pages, 1, ring_positions, ring.shape[0], 1, ring.shape[1]
+        codec, tokens, values, ring.positions, _in_ring(ring), ring.positions, num_rows, ratio=1, ring=size
     )
 
 
@@ -606,7 +634,8 @@ def store_entries(
     pages: torch.Tensor,
     entries_per_page: int,
 ) -> None:
-    _launch_store(codec, tokens, values, table, pages, entries_per_page, table, table.shape[0], ratio, 0)
+    stored = _in_pages(codec, pages, entries_per_page)
+    _launch_store(codec, tokens, values, table, stored, table, table.shape[0], ratio=ratio, ring=0)
 
 
 def _launch_gather(
@@ -614,8 +643,7 @@ def _launch_gather(
     tokens: Tokens,
     what: Any,
     out: torch.Tensor,  # [tokens or requests, width, dim]
-    pages: torch.Tensor,
-    entries_per_page: int,
+    stored: _Stored,
     num_rows: int,
     *,
     table: torch.Tensor,
@@ -631,7 +659,7 @@ def _launch_gather(
     if number == 0 or (width == 0 and lens is None):
         return
     spelled = is_spelled(out.device)
-    constants = _constants(codec, pages.shape[1], entries_per_page, spelled)
+    constants = _constants(codec, stored, spelled)
     # Where tokens of a request are looked for, a program that has more to do looks less often.
     is_search = what in (_ALL, _CHUNK)
     tiles = _TILES if is_search and number * width > _MANY_ENTRIES else 1
@@ -639,10 +667,10 @@ def _launch_gather(
     given, stride = (out, 0) if chunk is None else rows_and_stride(chunk)
     _gather[(number * num_chunks,)](
         tokens.rows, tokens.request_ids, tokens.positions, table if chosen is None else chosen, table,
-        *_typed(codec, pages, spelled), table, readable(given, spelled), stride,
-        readable(out, spelled), pages if mask is None else mask.view(torch.uint8),
+        *_typed(codec, stored, spelled), table, readable(given, spelled), stride,
+        readable(out, spelled), stored.data if mask is None else mask.view(torch.uint8),
         tokens.rows if lens is None else lens, tokens.positions.shape[0], tokens.rows.shape[0], num_rows,
-        table.shape[1], pages.shape[0], width, num_chunks, WHAT=what.value, RATIO=ratio, RING=ring,
+        table.shape[1], stored.data.shape[0], width, num_chunks, WHAT=what.value, RATIO=ratio, RING=ring,
         WINDOW=window, SCAN=_SCAN, TILES=tiles, **constants, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
@@ -659,8 +687,8 @@ def gather_chosen(
     mask: torch.Tensor,
 ) -> None:
     _launch_gather(
-        codec, tokens, _CHOSEN, out, pages, entries_per_page, table.shape[0], table=table, chosen=chosen,
-        mask=mask, ratio=ratio,
+        codec, tokens, _CHOSEN, out, _in_pages(codec, pages, entries_per_page), table.shape[0], table=table,
+        chosen=chosen, mask=mask, ratio=ratio,
     )  # fmt: skip
 
 
@@ -675,7 +703,15 @@ def gather_all(
     lens: torch.Tensor,
 ) -> None:
     _launch_gather(
-        codec, tokens, _ALL, out, pages, entries_per_page, table.shape[0], table=table, lens=lens, ratio=ratio
+        codec,
+        tokens,
+        _ALL,
+        out,
+        _in_pages(codec, pages, entries_per_page),
+        table.shape[0],
+        table=table,
+        lens=lens,
+        ratio=ratio,
     )
 
 
@@ -683,14 +719,13 @@ def gather_windows(
     codec: Codec,
     tokens: Tokens,
     window: int,
-    ring: torch.Tensor,
-    ring_positions: torch.Tensor,
+    ring: Ring,
     out: torch.Tensor,
     lens: torch.Tensor,
 ) -> None:
     _launch_gather(
-        codec, tokens, _WINDOWS, out, ring.view(-1, codec.num_bytes), 1, ring.shape[0], table=ring_positions,
-        lens=lens, ring=ring.shape[1], window=window,
+        codec, tokens, _WINDOWS, out, _in_ring(ring), ring.positions.shape[0], table=ring.positions,
+        lens=lens, ring=ring.positions.shape[1], window=window,
     )  # fmt: skip
 
 
@@ -698,13 +733,12 @@ def gather_chunk(
     codec: Codec,
     tokens: Tokens,
     window: int,
-    ring: torch.Tensor,
-    ring_positions: torch.Tensor,
+    ring: Ring,
     chunk: torch.Tensor,
     out: torch.Tensor,
     lens: torch.Tensor,
 ) -> None:
     _launch_gather(
-        codec, tokens, _CHUNK, out, ring.view(-1, codec.num_bytes), 1, ring.shape[0], table=ring_positions,
-        chunk=chunk, lens=lens, ring=ring.shape[1], window=window,
+        codec, tokens, _CHUNK, out, _in_ring(ring), ring.positions.shape[0], table=ring.positions,
+        chunk=chunk, lens=lens, ring=ring.positions.shape[1], window=window,
     )  # fmt: skip

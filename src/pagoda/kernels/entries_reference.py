@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from pagoda.kernels.entries import Codec, Tokens
+    from pagoda.kernels.entries import Codec, Ring, Tokens
 
 __all__ = [
     "decode",
@@ -88,35 +88,37 @@ def _to_fp4(scaled: torch.Tensor) -> torch.Tensor:
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
-def _bytes_of(pages: torch.Tensor, codec: Codec, entries_per_page: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data, [pages, entries, data_bytes], and scales, [pages, entries, scale_bytes], of all pages: views."""
+Bytes = tuple[torch.Tensor, torch.Tensor]  # data and scales of entries, [pages, entries, bytes] each
+
+
+def _in_pages(pages: torch.Tensor, codec: Codec, entries_per_page: int) -> Bytes:
+    """Views of all pages: the data of all entries stands first, then the scales of all."""
     middle = entries_per_page * codec.data_bytes
     end = middle + entries_per_page * codec.scale_bytes
     data = pages[:, :middle].unflatten(1, (entries_per_page, codec.data_bytes))
     return data, pages[:, middle:end].unflatten(1, (entries_per_page, codec.scale_bytes))
 
 
+def _in_ring(ring: Ring) -> Bytes:
+    """Views of rings, every place a page."""
+    data = ring.data.view(-1, 1, ring.data.shape[2])
+    return data, data[..., :0] if ring.scales is None else ring.scales.view(-1, 1, ring.scales.shape[2])
+
+
 def _read(
-    codec: Codec,
-    pages: torch.Tensor,
-    entries_per_page: int,
-    places: torch.Tensor,
-    is_there: torch.Tensor,
-    out: torch.Tensor,
+    codec: Codec, stored: Bytes, places: torch.Tensor, is_there: torch.Tensor, out: torch.Tensor
 ) -> None:
     """Read entry places[i] into row i of `out`, zeros where it is not there."""
-    data, scales = _bytes_of(pages, codec, entries_per_page)
+    data, scales = stored
     places = places.flatten().where(is_there.flatten(), 0)
-    page, at = places // entries_per_page, places % entries_per_page
+    page, at = places // data.shape[1], places % data.shape[1]
     numbers = decode(codec, data[page, at], scales[page, at])
     out.view(-1, codec.dim).copy_(numbers.where(is_there.view(-1, 1), 0))
 
 
-def _write(
-    codec: Codec, pages: torch.Tensor, entries_per_page: int, places: torch.Tensor, values: torch.Tensor
-) -> None:
-    data, scales = _bytes_of(pages, codec, entries_per_page)
-    page, at = places // entries_per_page, places % entries_per_page
+def _write(codec: Codec, stored: Bytes, places: torch.Tensor, values: torch.Tensor) -> None:
+    data, scales = stored
+    page, at = places // data.shape[1], places % data.shape[1]
     data[page, at], scales[page, at] = encode(codec, values)
 
 
@@ -152,16 +154,14 @@ def _places(
 
 
 @torch.inference_mode()
-def store_window(
-    codec: Codec, tokens: Tokens, values: torch.Tensor, ring: torch.Tensor, ring_positions: torch.Tensor
-) -> None:
-    size = ring.shape[1]
-    rows = rows_of(tokens, ring.shape[0])
+def store_window(codec: Codec, tokens: Tokens, values: torch.Tensor, ring: Ring) -> None:
+    size = ring.data.shape[1]
+    rows = rows_of(tokens, ring.data.shape[0])
     written = ((rows > 0) & is_last(tokens, size)).nonzero().flatten()
     positions = tokens.positions[written]
     places = rows[written] * size + positions.long() % size
-    _write(codec, ring.view(-1, codec.num_bytes), 1, places, values[written])
-    ring_positions.view(-1)[places] = positions
+    _write(codec, _in_ring(ring), places, values[written])
+    ring.positions.view(-1)[places] = positions
 
 
 @torch.inference_mode()
@@ -178,7 +178,7 @@ def store_entries(
     rows = rows_of(tokens, table.shape[0]).where(lengths % ratio == 0, 0)
     places, is_there = _places(rows, lengths // ratio - 1, table, pages.shape[0], entries_per_page)
     written = is_there.nonzero().flatten()
-    _write(codec, pages, entries_per_page, places[written], values[written])
+    _write(codec, _in_pages(pages, codec, entries_per_page), places[written], values[written])
 
 
 @torch.inference_mode()
@@ -198,7 +198,7 @@ def gather_chosen(
     rows = rows_of(tokens, table.shape[0])[:, None].expand_as(entries)
     rows = rows.where(entries < visible[:, None], 0)
     places, is_there = _places(rows, entries, table, pages.shape[0], entries_per_page)
-    _read(codec, pages, entries_per_page, places, is_there, out)
+    _read(codec, _in_pages(pages, codec, entries_per_page), places, is_there, out)
     mask.copy_(is_there)
 
 
@@ -223,7 +223,7 @@ def gather_all(
     entries = torch.arange(width, device=out.device).expand(batch, width)
     of_entries = of_requests[:, None].where(entries < (lengths // ratio)[:, None], 0)
     places, is_there = _places(of_entries, entries, table, pages.shape[0], entries_per_page)
-    _read(codec, pages, entries_per_page, places, is_there, out)
+    _read(codec, _in_pages(pages, codec, entries_per_page), places, is_there, out)
     lens.copy_(lengths // ratio)
 
 
@@ -242,19 +242,18 @@ def gather_windows(
     codec: Codec,
     tokens: Tokens,
     window: int,
-    ring: torch.Tensor,
-    ring_positions: torch.Tensor,
+    ring: Ring,
     out: torch.Tensor,
     lens: torch.Tensor,
 ) -> None:
-    rows = rows_of(tokens, ring.shape[0])
+    rows = rows_of(tokens, ring.data.shape[0])
     last = tokens.positions.long()
     lengths = (last + 1).clamp(max=window).where(rows > 0, 0)
     at = torch.arange(window, device=out.device)
     positions = (last + 1 - lengths)[:, None] + at
     of_positions = rows[:, None].where(at < lengths[:, None], 0)
-    places, is_there = _from_ring(of_positions, positions, ring_positions)
-    _read(codec, ring.view(-1, codec.num_bytes), 1, places, is_there, out)
+    places, is_there = _from_ring(of_positions, positions, ring.positions)
+    _read(codec, _in_ring(ring), places, is_there, out)
     lens.copy_(lengths)
 
 
@@ -263,15 +262,14 @@ def gather_chunk(
     codec: Codec,
     tokens: Tokens,
     window: int,
-    ring: torch.Tensor,
-    ring_positions: torch.Tensor,
+    ring: Ring,
     chunk: torch.Tensor,
     out: torch.Tensor,
     lens: torch.Tensor,
 ) -> None:
     batch, width = out.shape[:2]
     device, num_tokens = out.device, tokens.positions.shape[0]
-    token_rows = rows_of(tokens, ring.shape[0])
+    token_rows = rows_of(tokens, ring.data.shape[0])
     real = (token_rows > 0).nonzero().flatten()
     ids = tokens.request_ids[real].long()
     counts = torch.zeros(batch, dtype=torch.int64, device=device).scatter_add_(0, ids, torch.ones_like(ids))
@@ -284,9 +282,9 @@ def gather_chunk(
     at = torch.arange(width, device=device).expand(batch, width)
     is_before = at < before[:, None]
     places, is_there = _from_ring(
-        rows[:, None].where(is_before, 0), (starts - before)[:, None] + at, ring_positions
+        rows[:, None].where(is_before, 0), (starts - before)[:, None] + at, ring.positions
     )
-    _read(codec, ring.view(-1, codec.num_bytes), 1, places, is_there, out)
+    _read(codec, _in_ring(ring), places, is_there, out)
     in_chunk = at - before[:, None]
     is_in_chunk = (in_chunk >= 0) & (in_chunk < counts[:, None])
     from_chunk = (firsts[:, None] + in_chunk)[is_in_chunk]

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pagoda.errors import ConfigError
-from pagoda.kernels import gather_reference, on_device
+from pagoda.kernels import gather_reference, on_device, pick
 
 __all__ = ["gather"]
 
@@ -28,12 +27,7 @@ def gather(
 
     A slot outside of the buffers gives zeros. No output overlaps another or a buffer.
     """
-    if addresses.device.type != "cuda":
-        gather_reference.gather(slots, buffers, addresses, page_size, outs, out_addresses)
-        return
-    try:
-        from pagoda.kernels import gather_fused
-    except ModuleNotFoundError as missing:
-        raise ConfigError("pools on CUDA need triton: pip install 'pagoda-kv[triton]'") from missing
     with on_device(addresses.device):
-        gather_fused.gather(slots, buffers, addresses, page_size, outs, out_addresses)
+        pick("gather_fused", gather_reference, addresses.device).gather(
+            slots, buffers, addresses, page_size, outs, out_addresses
+        )

@@ -7,12 +7,10 @@ serve CUDA; this module picks one. Both agree bit for bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 
-from pagoda.errors import ConfigError
-from pagoda.kernels import on_device, views_reference
+from pagoda.kernels import on_device, pick, views_reference
 from pagoda.kernels.views_reference import ViewBuffers, ViewSpec
 
 __all__ = ["ViewBuffers", "ViewSpec", "Views"]
@@ -25,7 +23,7 @@ class Views:
     """
 
     def __init__(self, specs: Sequence[ViewSpec], device: torch.device) -> None:
-        self._kernels = _kernels_for(device)
+        self._kernels = pick("views_fused", views_reference, device)
         self._device = device
         with on_device(device):
             self._prepared = self._kernels.prepare(specs, device)
@@ -45,13 +43,3 @@ class Views:
         """
         with on_device(self._device):
             self._kernels.refresh(self._prepared, table, num_rows, rows, lengths, query_start_loc)
-
-
-def _kernels_for(device: torch.device) -> ModuleType:
-    if device.type != "cuda":
-        return views_reference
-    try:
-        from pagoda.kernels import views_fused
-    except ModuleNotFoundError as missing:
-        raise ConfigError("views on CUDA need triton: pip install 'pagoda-kv[triton]'") from missing
-    return views_fused

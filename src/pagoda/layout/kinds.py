@@ -210,15 +210,16 @@ class RingWindow(Kind):
         """Rows of the ring. O(1)."""
         return self.window + self.unaccepted - 1
 
-    def _ring(self) -> tuple[Part, Part]:
-        return (
-            Part("window", (self.ring, self.entry.num_bytes), "uint8"),
-            Part("positions", (self.ring,), "int32", -1),
-        )
+    def _ring(self) -> tuple[Part, ...]:
+        # Scales apart, so that the data of every row is aligned, however many rows there are.
+        parts = [Part("window", (self.ring, self.entry.data_bytes), "uint8")]
+        if self.entry.scale_bytes:
+            parts.append(Part("window_scales", (self.ring, self.entry.scale_bytes), "uint8"))
+        return *parts, Part("positions", (self.ring,), "int32", -1)
 
     @cached_property
     def state(self) -> tuple[Part, ...]:
-        """The ring, as bytes: [rows, bytes of an entry], and which position each row holds. O(1)."""
+        """The ring, as bytes, data and scales of each entry, and which position each row holds. O(1)."""
         return self._ring()
 
     @property

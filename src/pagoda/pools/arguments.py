@@ -64,7 +64,9 @@ def one_id(value: Any, name: str, low: int, high: int, what: str) -> int:
     try:
         at = operator.index(value)
     except TypeError:
-        raise ArgumentError(f"{name}: give an integer, not {type(value).__name__}") from None
+        at = None
+    if at is None or isinstance(value, bool):  # a bool is a slip, whatever Python takes it for
+        raise ArgumentError(f"{name}: give an integer, not {type(value).__name__}")
     if not low <= at <= high:
         shown = min(max(at, -(2**62)), 2**62)
         raise OutOfRangeError(f"{name} = {shown} is out of range: {what} are {low} to {high}", shown, 0)

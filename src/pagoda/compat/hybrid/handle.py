@@ -167,9 +167,7 @@ class LayerCacheHandle:
         shape = (num_tokens, self.schema.window, codec.dim)
         out = self._output(out, shape, _OUT, _dtype_of(codec), "out")
         lens = self._output(lens, (num_tokens,), (torch.int32,), torch.int32, "lens")
-        entries.gather_windows(
-            codec, self._tokens, self.schema.window, self.state.window, self.state.positions, out, lens
-        )
+        entries.gather_windows(codec, self._tokens, self.schema.window, self.state.ring, out, lens)
         return out, lens
 
     def gather_swa_chunk(
@@ -192,9 +190,7 @@ class LayerCacheHandle:
             raise ArgumentError(f"out: give at least {window} places a request, not {out.shape[1]}")
         out = self._output(out, (batch, width, codec.dim), _OUT, _dtype_of(codec), "out")
         lens = self._output(lens, (batch,), (torch.int32,), torch.int32, "lens")
-        entries.gather_chunk(
-            codec, self._tokens, window, self.state.window, self.state.positions, chunk.detach(), out, lens
-        )
+        entries.gather_chunk(codec, self._tokens, window, self.state.ring, chunk.detach(), out, lens)
         return out, lens
 
     # --- writing
@@ -206,9 +202,7 @@ class LayerCacheHandle:
         ArgumentError.
         """
         self._require(kv, (self.positions.shape[0], self.head_dim), _OUT, "kv", is_whole=False)
-        entries.store_window(
-            self.schema.codec, self._tokens, kv.detach(), self.state.window, self.state.positions
-        )
+        entries.store_window(self.schema.codec, self._tokens, kv.detach(), self.state.ring)
 
     def write_compressed(self, kv: torch.Tensor) -> None:
         """Write the entry of each token that ends a block of `ratio` tokens: kv [T, head_dim], quantised.

@@ -205,7 +205,9 @@ class KVCacheManager:
         CaptureError for ids on the host.
         """
         layer = self._layer(layer_idx)
-        tokens, known = read_tokens(request_slots, request_ids, positions, self._rows, self._staging)
+        tokens, known = read_tokens(
+            request_slots, request_ids, positions, self._rows, self.max_context_tokens, self._staging
+        )
         return LayerCacheHandle(
             self.state_pools[layer],
             self.paged_pools[layer],

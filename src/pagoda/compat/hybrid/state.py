@@ -11,6 +11,7 @@ import torch
 
 from pagoda.compat.hybrid.schema import LayerCacheSchema
 from pagoda.errors import ArgumentError, ConfigError
+from pagoda.kernels.entries import Ring
 from pagoda.layout.numbers import count, integer
 from pagoda.pools import StatePool
 from pagoda.pools.arguments import layer_number, one_id, refuse_capture
@@ -40,7 +41,8 @@ class StateCachePool:
     Slots are 1 … max_concurrent_requests, 0 is padding; all begin as after `reset_slot`. The token at
     position p lies in row p % ring of the window and in row p % rows of a compressor::
 
-        window                        [N + 1, ring, bytes of an entry] uint8
+        window                        [N + 1, ring, bytes of an entry's data] uint8
+        window_scales                 [N + 1, ring, bytes of its scales] uint8, or None where it has none
         positions                     [N + 1, ring] int32: which position a row of the window holds, −1 none
         main_values, main_scores      [N + 1, rows, channels] float32, or None without a compressor
         index_values, index_scores    the same of the indexer, or None
@@ -58,6 +60,11 @@ class StateCachePool:
         assert group is not None
         self._become(schema, StatePool.from_group(group, rows, device), 0, threading.RLock())
 
+    @property
+    def ring(self) -> Ring:
+        """The windows of all rows, as kernels take them. O(1)."""
+        return Ring(self.window, self.window_scales, self.positions)
+
     @classmethod
     def of_layer(
         cls, schema: LayerCacheSchema, pool: StatePool, layer: int, lock: threading.RLock
@@ -72,7 +79,8 @@ class StateCachePool:
         self.schema, self.max_concurrent_requests, self.device = schema, pool.num_rows, pool.device
         self._pool, self._lock = pool, lock
         self._parts = parts = pool.layer(layer)
-        self.window, self.positions = parts["window"], parts["positions"]
+        self.window, self.window_scales = parts["window"], parts.get("window_scales")
+        self.positions = parts["positions"]
         self.main_values, self.main_scores = parts.get("main_values"), parts.get("main_scores")
         self.index_values, self.index_scores = parts.get("index_values"), parts.get("index_scores")
 
@@ -135,9 +143,10 @@ class StateCachePool:
     def _needed(self, length: int) -> dict[str, int]:
         """The first position that a resume at `length` reads, of each part that it reads. Positions of the
         window are not among them: they follow from the length."""
-        needed = {"window": max(0, length - self.schema.window + 1)}
+        first = max(0, length - self.schema.window + 1)
+        needed = {name: first for name in self._parts if name in ("window", "window_scales")}
         if self.schema.overlap:
-            compressors = (name for name in self._parts if name not in ("window", "positions"))
+            compressors = (name for name in self._parts if name not in {*needed, "positions"})
             needed |= {name: max(0, length - self.schema.ratio) for name in compressors}
         return needed
 

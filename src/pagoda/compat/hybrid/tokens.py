@@ -25,7 +25,12 @@ class Known(NamedTuple):
 
 
 def read_tokens(
-    request_slots: AnyIds, request_ids: AnyIds, positions: AnyIds, rows: FreeList, staging: Staging
+    request_slots: AnyIds,
+    request_ids: AnyIds,
+    positions: AnyIds,
+    rows: FreeList,
+    max_tokens: int,
+    staging: Staging,
 ) -> tuple[Tokens, Known | None]:
     """Tokens on the device of `staging`, and what the host knows of them. Cost and errors: `acquire`."""
     given = {"request_slots": request_slots, "request_ids": request_ids, "positions": positions}
@@ -44,7 +49,7 @@ def read_tokens(
         )
     known = None
     if on_host:
-        known = _look_at(on_host, sizes["request_slots"], rows)
+        known = _look_at(on_host, sizes["request_slots"], rows, max_tokens)
         sent = staging.send(*(ids.astype(np.int32) for ids in on_host.values()))
         there |= zip(on_host, sent, strict=True)
     return Tokens(there["request_slots"], there["request_ids"], there["positions"]), known
@@ -64,7 +69,9 @@ def _is_there(ids: Any, name: str, device: torch.device) -> TypeGuard[torch.Tens
     return True
 
 
-def _look_at(on_host: dict[str, npt.NDArray[np.int64]], batch: int, rows: FreeList) -> Known | None:
+def _look_at(
+    on_host: dict[str, npt.NDArray[np.int64]], batch: int, rows: FreeList, max_tokens: int
+) -> Known | None:
     """Checks ids that lie on the host; what they tell of lengths, if all tokens lie there."""
     slots, ids, positions = (on_host.get(name) for name in ("request_slots", "request_ids", "positions"))
     if slots is not None:
@@ -76,7 +83,8 @@ def _look_at(on_host: dict[str, npt.NDArray[np.int64]], batch: int, rows: FreeLi
     if ids is not None:
         require_range(ids, -1, batch - 1, "request_ids", "requests of the batch, and −1, padding,")
     if positions is not None:
-        require_range(positions, -1, 2**31 - 2, "positions", "positions, and −1, padding,")
+        last = min(max_tokens, 2**31 - 1) - 1
+        require_range(positions, -1, last, "positions", "positions, and −1, padding,")
     if ids is None or positions is None:
         return None
     is_real = (ids >= 0) & (positions >= 0)
