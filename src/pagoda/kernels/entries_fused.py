@@ -68,7 +68,7 @@ def _from_fp8(byte, IS_SPELLED: tl.constexpr):
         # The same digits in float32, whose exponent begins 120 lower; subnormal numbers come right as well.
         x = (size << 20).to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
         x = tl.where(size == 0x7F, float("nan"), x)
-        return tl.where(byte > 0x7F, -x, x)
+        return x * tl.where(byte > 0x7F, -1.0, 1.0)
     else:  # noqa: RET505
         return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
@@ -88,7 +88,7 @@ def _from_fp4(code):
     power = ((size >> 1) + 126).to(tl.uint32) << 23
     x = power.to(tl.float32, bitcast=True) * (1.0 + 0.5 * (size & 1).to(tl.float32))
     x = tl.where(size < 2, 0.5 * size.to(tl.float32), x)
-    return tl.where(code > 7, -x, x)
+    return x * tl.where(code > 7, -1.0, 1.0)  # not −x: Triton's is 0 − x, which loses the sign of 0
 
 
 @triton.jit
