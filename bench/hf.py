@@ -57,13 +57,19 @@ def first_token() -> list[Row]:
     words = tokenizer(TEXT.read_text())["input_ids"]
     source = random.Random(1)
     stem = (words * (1 + CACHED // len(words)))[:CACHED]
-    attempts: dict[str, list[float]] = {"plain": [], "hit": [], "miss": []}
+    attempts: dict[str, list[float]] = {"plain": [], "hit": [], "miss": [], "no look-up, no copy": []}
+    # The least that a hit can take: the model over a cache that is in place before the clock starts.
+    in_place = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.tensor([stem]), past_key_values=in_place)
 
     def prompt() -> torch.Tensor:
         return torch.tensor([stem + [source.randrange(1000, 40000) for _ in range(PROMPT - CACHED)]])
 
     for number in range(REPEATS):
         attempts["plain"].append(seconds(model, prompt()))
+        ready = copy.deepcopy(in_place)
+        attempts["no look-up, no copy"].append(seconds(model, prompt(), past_key_values=ready))
         with pagoda.hf.cached(model, "256MiB") as cache:
             seconds(model, prompt())
             attempts["hit"].append(seconds(model, prompt()))
