@@ -469,7 +469,7 @@ def test_rows_and_blocks_are_managed_without_reading_a_tensor(
     given = tokens_on(device, [1], [0], [0])
     live_a_while(manager, device)
     # On a CPU the kernel that writes tables is plain torch, which may look where it writes.
-    monkeypatch.setattr(kernels, "write_entries", lambda *_: None)
+    monkeypatch.setattr(kernels, "fill_entries", lambda *_: None)
     with nothing_is_read(monkeypatch):
         live_a_while(manager, device)
         for layer in LAYERS:
@@ -554,34 +554,21 @@ def test_rows_and_blocks_are_managed_between_captures_and_handles_made_inside() 
 
 def blowing_up(manager: KVCacheManager, monkeypatch: pytest.MonkeyPatch, where: str) -> Any:
     """Patches that make one step of an allocation fail, with what it fails."""
-    error = KeyboardInterrupt("Ctrl-C") if where != "send" else torch.OutOfMemoryError("no memory")
-    patch = monkeypatch.context()
+    error = torch.OutOfMemoryError("no memory") if where == "out of memory" else KeyboardInterrupt("Ctrl-C")
+    patch, write, calls = monkeypatch.context(), kernels.fill_entries, []
 
-    def fail(*_: Any, **__: Any) -> Any:
-        raise error
+    def once(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) > 1 or where == "after the write":  # what is put back is written in peace
+            write(*args)
+        if len(calls) == 1:
+            raise error
 
-    def fail_afterwards(*args: Any) -> Any:
-        write(*args)
-        raise error
-
-    write = kernels.write_entries
-    entered = patch.__enter__()
-    if where == "send":
-        entered.setattr(manager._staging, "send", fail)
-    else:
-        calls: list[int] = []
-
-        def once(*args: Any) -> Any:
-            calls.append(1)
-            if len(calls) > 1:  # what is put back is written in peace
-                return write(*args)
-            return fail(*args) if where == "write" else fail_afterwards(*args)
-
-        entered.setattr(kernels, "write_entries", once)
+    patch.__enter__().setattr(kernels, "fill_entries", once)
     return patch, type(error)
 
 
-@pytest.mark.parametrize("where", ["send", "write", "after the write"])
+@pytest.mark.parametrize("where", ["out of memory", "write", "after the write"])
 def test_an_allocation_that_is_interrupted_has_changed_nothing(
     device: str, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

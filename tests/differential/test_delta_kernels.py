@@ -77,3 +77,25 @@ def test_table_writes_agree(data: st.DataObject):
         table = torch.full((num_entries,), -5, dtype=torch.int32, device=device)
         kernels.write_entries(packed.to(device)[offset:], len(index), table)
         assert np.array_equal(table.cpu().numpy(), expected)
+
+
+@CASES
+@given(
+    offset=st.integers(0, 5),
+    begin=st.integers(0, 30),
+    n=st.sampled_from([1, 2, 255, 256, 257, 600]),
+    value=st.integers(-(2**31), 2**31 - 1),
+    is_before=st.booleans(),
+)
+def test_fill_entries_agrees_and_writes_nothing_else(
+    offset: int, begin: int, n: int, value: int, is_before: bool
+):
+    """A run and one entry outside of it, in the middle of a larger tensor."""
+    at = begin - 1 if is_before and begin else begin + n
+    expected = list(range(offset + begin + n + 9))
+    expected[offset + begin : offset + begin + n] = [value] * n
+    expected[offset + at] = -7
+    for kernels, device in ((fused, DEVICE), (reference, "cpu")):
+        whole = torch.arange(len(expected), dtype=torch.int32, device=device)
+        kernels.fill_entries(whole[offset:], begin, n, value, at, -7)
+        assert whole.tolist() == expected, kernels.__name__

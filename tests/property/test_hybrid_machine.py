@@ -153,13 +153,13 @@ class Hybrid(RuleBasedStateMachine):
     @precondition(lambda self: self.blocks)
     @rule(data=st.data(), layer=st.sampled_from(COMPRESSED), is_written=st.booleans())
     def allocate_while_the_device_fails(self, data: Any, layer: int, is_written: bool) -> None:
-        """No memory for the copy, or Ctrl-C behind the launch."""
+        """Ctrl-C before the launch, or behind it."""
         row, name = self.row(data), GROUP_OF[layer]
         held = self.blocks[row][name]
         is_new = self.taken[row][layer] == len(held)
         if not is_new or len(held) == MAX_BLOCKS or not self.free_blocks(name):
             return
-        write, failed = kernels.write_entries, []
+        write, failed = kernels.fill_entries, []
 
         def fail(*args: Any) -> None:
             if failed:
@@ -170,7 +170,7 @@ class Hybrid(RuleBasedStateMachine):
             raise KeyboardInterrupt
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels, "write_entries", fail)
+            patch.setattr(kernels, "fill_entries", fail)
             self.fails(KeyboardInterrupt, lambda: self.manager.allocate_block(layer, row))
         assert failed
 

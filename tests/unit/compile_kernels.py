@@ -68,6 +68,9 @@ def pages() -> None:
     fused.unpack(ints(3), buffers, addresses, packed)
     fused.copy_pages(ints(3), ints(3), buffers, addresses)
     fused.write_entries(ints(20), 10, ints(40))
+    for begin, n, value in ((0, 1, -1), (3, 16, 1), (16, 1, 2**31 - 1)):  # any numbers, one kernel
+        fused._launch_fill.compiled.clear()
+        fused.fill_entries(ints(40)[begin % 3 :], begin, n, value, 20, 0)
     outs = [torch.zeros(3, 32, dtype=torch.uint8) for _ in range(4)]
     gather_fused.gather(ints(3), buffers, addresses, 16, outs, addresses)
 

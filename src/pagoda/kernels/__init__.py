@@ -20,7 +20,17 @@ from pagoda.errors import ConfigError
 from pagoda.kernels import reference
 from pagoda.kernels.reference import FP8_DTYPES
 
-__all__ = ["FP8_DTYPES", "copy_pages", "on_device", "pack", "pick", "store", "unpack", "write_entries"]
+__all__ = [
+    "FP8_DTYPES",
+    "copy_pages",
+    "fill_entries",
+    "on_device",
+    "pack",
+    "pick",
+    "store",
+    "unpack",
+    "write_entries",
+]
 
 
 _HERE = nullcontext()
@@ -113,3 +123,13 @@ def write_entries(packed: torch.Tensor, num_writes: int, table: torch.Tensor) ->
     """
     with on_device(table.device):
         _for(table).write_entries(packed, num_writes, table)
+
+
+def fill_entries(table: torch.Tensor, begin: int, n: int, value: int, at: int, other: int) -> None:
+    """Set entries [begin, begin + n) of a flat table to `value`, and entry `at` to `other`, in one launch
+    that carries all of it: nothing is sent.
+
+    table: [entries] int32, contiguous. n is at least 1; places are in the table, and `at` is not in the run.
+    """
+    with on_device(table.device):
+        _for(table).fill_entries(table, begin, n, value, at, other)

@@ -13,7 +13,7 @@ import triton.language as tl
 from pagoda.kernels.launch import Launch
 from pagoda.kernels.reference import FP8_DTYPES
 
-__all__ = ["copy_pages", "pack", "rounded", "store", "unpack", "write_entries"]
+__all__ = ["copy_pages", "fill_entries", "pack", "rounded", "store", "unpack", "write_entries"]
 
 
 @triton.jit
@@ -396,3 +396,21 @@ def write_entries(packed: torch.Tensor, num_writes: int, table: torch.Tensor) ->
     if num_writes:
         grid = (-(-num_writes // _BLOCK_OF_WRITES), 1, 1)  # triton.cdiv takes microseconds
         _launch_writes(grid, packed, table, num_writes, table.shape[0], constants=(_BLOCK_OF_WRITES,))
+
+
+@triton.jit(
+    do_not_specialize=["begin", "n", "value", "at", "other"], do_not_specialize_on_alignment=["table"]
+)
+def _fill_entries(table, begin, n, value, at, other, BLOCK: tl.constexpr):
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(table + begin + entry, value + tl.zeros((BLOCK,), tl.int32), mask=entry < n)
+    if tl.program_id(0) == 0:
+        tl.store(table + at, other)
+
+
+_launch_fill = Launch(_fill_entries)
+
+
+def fill_entries(table: torch.Tensor, begin: int, n: int, value: int, at: int, other: int) -> None:
+    grid = (-(-n // _BLOCK_OF_WRITES), 1, 1)
+    _launch_fill(grid, table, begin, n, value, at, other, constants=(_BLOCK_OF_WRITES,))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-__all__ = ["FP8_DTYPES", "cast", "copy_pages", "pack", "store", "unpack", "write_entries"]
+__all__ = ["FP8_DTYPES", "cast", "copy_pages", "fill_entries", "pack", "store", "unpack", "write_entries"]
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -98,3 +98,8 @@ def write_entries(packed: torch.Tensor, num_writes: int, table: torch.Tensor) ->
     index, values = packed[: 2 * num_writes].view(2, num_writes)
     kept = (index >= 0) & (index < table.shape[0])
     table[index[kept].long()] = values[kept]
+
+
+def fill_entries(table: torch.Tensor, begin: int, n: int, value: int, at: int, other: int) -> None:
+    table[begin : begin + n].fill_(value)
+    table[at].fill_(other)

@@ -11,7 +11,6 @@ import torch
 from pagoda import kernels
 from pagoda.errors import CapacityError, ConfigError, InvariantError
 from pagoda.ids import FreeList
-from pagoda.pools import Staging
 from pagoda.pools.arguments import filled
 from pagoda.tables import PageTable
 
@@ -23,13 +22,15 @@ class BlockTable:
 
     `free` hands out blocks 1 … num_blocks. `table` is [num_rows + 1, max_blocks] int32, −1 where nothing is,
     `lens` [num_rows + 1] int32, blocks of each row; both are views of one tensor, so that an allocation is
-    one copy and one launch, and never move. The host's table is the truth: a row there is ahead of its copy
+    one launch, and never move. The host's table is the truth: a row there is ahead of its copy
     only when a call was interrupted, and the next one makes that good. Not for several threads at once.
 
     Errors: ConfigError for sizes whose places pass 2^31.
     """
 
-    def __init__(self, name: str, num_blocks: int, num_rows: int, max_blocks: int, staging: Staging) -> None:
+    def __init__(
+        self, name: str, num_blocks: int, num_rows: int, max_blocks: int, device: torch.device
+    ) -> None:
         self.name, self.num_rows, self.max_blocks = name, num_rows, max_blocks
         num_entries = (num_rows + 1) * max_blocks
         if num_entries + num_rows + 1 >= 2**31:
@@ -39,9 +40,8 @@ class BlockTable:
             )
         self.free = FreeList(num_blocks, what=f"{name} blocks")
         self._host = PageTable(num_rows, max_blocks, 1)  # a block counts as one: lengths are not ours
-        self._staging = staging
         # [table entries, then lengths]: int32
-        self._flat = filled((num_entries + num_rows + 1,), torch.int32, staging.device)
+        self._flat = filled((num_entries + num_rows + 1,), torch.int32, device)
         with torch.inference_mode(False):  # also where it is made under it, it is written outside
             self.table = self._flat[:num_entries].view(num_rows + 1, max_blocks)
             self.lens = self._flat[num_entries:]
@@ -63,7 +63,7 @@ class BlockTable:
     def take(self, row: int, n: int) -> int:
         """Block n of a row, counted from 0; the next one is allocated if the row has just n.
 
-        Cost: O(blocks of the row), and to allocate one staged copy and one launch. Errors: CapacityError
+        Cost: O(blocks of the row), and to allocate one launch. Errors: CapacityError
         when the row's table is full or the blocks are out; nothing is taken then, nor when an interrupt or
         a device out of memory comes in between.
         """
@@ -83,20 +83,15 @@ class BlockTable:
             raise
 
     def _show(self, row: int, blocks: npt.NDArray[np.int32]) -> None:
-        """Tell the device about the last blocks of a row and their number, in one copy and one launch."""
-        begin = int(self._shown[row])
-        self._write(
-            [*range(row * self.max_blocks + begin, row * self.max_blocks + blocks.size)],
-            blocks[begin:].tolist(),
-            row,
-            blocks.size,
-        )
-        self._shown[row] = blocks.size
+        """Tell the device about the last blocks of a row and their number: a launch for each, usually one."""
+        for n in range(int(self._shown[row]), blocks.size):
+            self._write(row, n, 1, int(blocks[n]), n + 1)
+            self._shown[row] = n + 1
 
-    def _write(self, entries: list[int], blocks: list[int], row: int, num_blocks: int) -> None:
-        packed = np.array([*entries, self._lens_begin + row, *blocks, num_blocks], dtype=np.int32)
-        (sent,) = self._staging.send(packed)
-        kernels.write_entries(sent, len(entries) + 1, self._flat)
+    def _write(self, row: int, begin: int, n: int, block: int, num_blocks: int) -> None:
+        """Set n places of a row's table, from `begin` on, and its length, in one launch."""
+        place = row * self.max_blocks + begin
+        kernels.fill_entries(self._flat, place, n, block, self._lens_begin + row, num_blocks)
 
     def _take_back(self, row: int, n: int) -> None:
         """Undo the growth of a row to n + 1 blocks, on the host for certain."""
@@ -107,17 +102,16 @@ class BlockTable:
         self._host.append(row, blocks[:n], n)
         self.free.free(blocks[n:])
         self._shown[row] = min(int(self._shown[row]), n)
-        with suppress(Exception):  # where a copy could not be made, the first one was not made either
-            self._write([row * self.max_blocks + n], [-1], row, n)
+        with suppress(Exception):  # where this launch fails, the first one had failed too
+            self._write(row, n, 1, -1, n)
 
     def clear(self, row: int) -> None:
-        """Forget a row on the device: −1 in its table, length 0. Two launches.
+        """Forget a row on the device: −1 in its table, length 0. One launch.
 
         The host's row stays, and is shown again by the next `take`; `release` comes after.
         """
         self._shown[row] = 0
-        self.table[row].fill_(-1)
-        self.lens[row].zero_()
+        self._write(row, 0, self.max_blocks, -1, 0)
 
     def release(self, row: int) -> None:
         """Give back all blocks of a row, which was cleared. Cost: O(blocks of the row)."""

@@ -120,7 +120,7 @@ class KVCacheManager:
                 budget[group.name],
                 self.max_concurrent_requests,
                 self.max_blocks_per_request,
-                self._staging,
+                self.device,
             )
             self._entries.append(pool)
             self._groups.append(blocks)
@@ -150,7 +150,7 @@ class KVCacheManager:
         """Give back a row and all its blocks, and reset its state in all layers.
 
         Interrupted while it resets the state, it leaves the row held, to be released again. Cost: O(blocks of
-        the row) on the host, a launch for each part of a state of each kind of layer and two a group; no
+        the row) on the host, a launch for each part of a state of each kind of layer and one a group; no
         synchronisation. Errors: NotHeldError, OutOfRangeError, ArgumentError; CaptureError.
         """
         refuse_capture(self.device, "release_request")
@@ -171,7 +171,7 @@ class KVCacheManager:
 
         The n-th call for any of them gives the group's n-th block of that request: the first one to ask has
         it allocated, and appended to the request's table. Cost: O(blocks of the row) on the host, and to
-        allocate one staged copy and one launch; no synchronisation. Errors: ArgumentError for a layer that is
+        allocate one launch; no synchronisation. Errors: ArgumentError for a layer that is
         not there or keeps no compressed entries; NotHeldError, OutOfRangeError; CapacityError when the table
         of the request is full or the blocks are out; CaptureError.
         """
