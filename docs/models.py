@@ -48,7 +48,8 @@ def request(length: int, requests: int = 1) -> Measure:
     def measure(layout: Layout) -> Fraction:
         groups = layout.paged_groups
         pages = sum(sum(g.layer_bytes(n, length).values()) for g in groups for n in g.layers)
-        return Fraction(requests * (pages + state_part("window")(layout)))
+        windows = state_part("window")(layout) + state_part("window_scales")(layout)
+        return Fraction(requests * (pages + windows))
 
     return measure
 
