@@ -294,7 +294,8 @@ def _place_of(row, entry, table, columns, num_pages, ENTRIES: tl.constexpr):
     return block * ENTRIES + entry % ENTRIES, is_there
 
 
-# Sizes of batches and pools make no variants: what a call of any size compiled serves a capture of any other.
+# Sizes of batches and pools make no variants, but that large batches have their own: what a call compiled
+# serves a capture of any other on the same side of _FEW_TOKENS and _MANY_ENTRIES.
 @triton.jit(
     do_not_specialize=["num_tokens", "batch", "num_rows", "columns", "num_pages"],
     do_not_specialize_on_alignment=["rows", "request_ids", "positions", "table", "scales", "ring_positions"],
