@@ -3,6 +3,7 @@ as many bytes, and what a request costs the host against the same kept in device
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,6 +32,12 @@ class Work(NamedTuple):
     num_bytes: int
     call: Callable[[], None]
     reference: Callable[[], None] | None
+
+
+def work(name: str, num_bytes: int, kernel: str, args: tuple[Any, ...]) -> Work:
+    """A call of a kernel of `entries`, by name."""
+    calls = [functools.partial(getattr(each, kernel), *args) for each in (entries, entries_reference)]
+    return Work(name, num_bytes, calls[0], calls[1])
 
 
 class Batch:
@@ -84,12 +91,7 @@ def chosen(batch: Batch, k: int) -> Work:
     mask = torch.empty(batch.total, k, dtype=torch.bool, device="cuda")
     args = codec, batch.tokens, ratio, picks, table, pages, per_page, out, mask
     moved = batch.total * k * (4 + codec.num_bytes - 1 + codec.dim * 2 + 1)
-    return Work(
-        f"gather_compressed_kv, {batch.total:,} × {k}",
-        moved,
-        lambda: entries.gather_chosen(*args),
-        lambda: entries_reference.gather_chosen(*args),
-    )
+    return work(f"gather_compressed_kv, {batch.total:,} × {k}", moved, "gather_chosen", args)
 
 
 def all_entries(batch: Batch, entry: Any, ratio: int, name: str) -> Work:
@@ -100,12 +102,7 @@ def all_entries(batch: Batch, entry: Any, ratio: int, name: str) -> Work:
     lens = torch.empty(batch.num_requests, dtype=torch.int32, device="cuda")
     args = codec, batch.tokens, ratio, table, pages, per_page, out, lens
     moved = batch.num_requests * width * (_used_bytes(codec) + codec.dim * 2)
-    return Work(
-        f"{name}, {batch.num_requests:,} × {width:,}",
-        moved,
-        lambda: entries.gather_all(*args),
-        lambda: entries_reference.gather_all(*args),
-    )
+    return work(f"{name}, {batch.num_requests:,} × {width:,}", moved, "gather_all", args)
 
 
 def windows(batch: Batch) -> Work:
@@ -115,12 +112,7 @@ def windows(batch: Batch) -> Work:
     lens = torch.empty(batch.total, dtype=torch.int32, device="cuda")
     args = codec, batch.tokens, 128, ring, out, lens
     moved = batch.total * 128 * (_used_bytes(codec) + 4 + codec.dim * 2)
-    return Work(
-        f"gather_swa_kv, {batch.total:,} × 128",
-        moved,
-        lambda: entries.gather_windows(*args),
-        lambda: entries_reference.gather_windows(*args),
-    )
+    return work(f"gather_swa_kv, {batch.total:,} × 128", moved, "gather_windows", args)
 
 
 def chunk(batch: Batch) -> Work:
@@ -133,12 +125,7 @@ def chunk(batch: Batch) -> Work:
     args = codec, batch.tokens, 128, ring, values, out, lens
     before = batch.num_requests * 127 * (_used_bytes(codec) + 4)
     moved = before + values.numel() * 2 + out.numel() * 2
-    return Work(
-        f"gather_swa_chunk, {batch.num_requests:,} × {width:,}",
-        moved,
-        lambda: entries.gather_chunk(*args),
-        lambda: entries_reference.gather_chunk(*args),
-    )
+    return work(f"gather_swa_chunk, {batch.num_requests:,} × {width:,}", moved, "gather_chunk", args)
 
 
 def write_window(batch: Batch) -> Work:
@@ -147,12 +134,7 @@ def write_window(batch: Batch) -> Work:
     values = values_of(batch, codec.dim)
     args = codec, batch.tokens, values, ring
     moved = values.numel() * 2 + batch.total * (codec.num_bytes + 4)
-    return Work(
-        f"write_swa, {batch.total:,} tokens",
-        moved,
-        lambda: entries.store_window(*args),
-        lambda: entries_reference.store_window(*args),
-    )
+    return work(f"write_swa, {batch.total:,} tokens", moved, "store_window", args)
 
 
 def write_entries(batch: Batch, entry: Any, ratio: int, name: str) -> Work:
@@ -161,11 +143,11 @@ def write_entries(batch: Batch, entry: Any, ratio: int, name: str) -> Work:
     values = values_of(batch, codec.dim)
     args = codec, batch.tokens, values, ratio, table, pages, per_page
     ends = batch.num_requests * ((batch.start + batch.num_tokens) // ratio - batch.start // ratio)
-    return Work(
+    return work(
         f"{name}, {ends:,} entries of {batch.total:,} tokens",
         ends * (codec.dim * 2 + codec.num_bytes) + batch.total * 8,
-        lambda: entries.store_entries(*args),
-        lambda: entries_reference.store_entries(*args),
+        "store_entries",
+        args,
     )
 
 

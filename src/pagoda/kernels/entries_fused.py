@@ -176,7 +176,7 @@ def _load_entries(
     SCALES_AT: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, NUM_SCALES: tl.constexpr,
-    ROPE_SPAN: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
+    ROPE_SPAN: tl.constexpr, WIDTH: tl.constexpr,
     SCALE_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
     """Entries at places, [ROWS] int64: flat part [ROWS, BLOCKS, SPAN] and rotated part [ROWS, ROPE_SPAN]."""
@@ -480,7 +480,7 @@ def _gather(
         flat, rope = _load_entries(
             place, is_read, pages, scales, ropes, PAGE_BYTES, ENTRIES, DATA_BYTES, SCALE_PAGE_BYTES,
             SCALES_AT, SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS, SPAN, NUM_SCALES,
-            ROPE_SPAN, LARGEST, LEAST, WIDTH,
+            ROPE_SPAN, WIDTH,
             SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
         )  # fmt: skip
         if WHAT == _CHUNK:

@@ -89,7 +89,7 @@ class LayerCacheHandle:
         launch. Errors: ArgumentError, also for a layer without entries; CaptureError where outputs are left
         out.
         """
-        _, blocks, pages = self._compressed()
+        blocks, pages = self._compressed()
         num_tokens = self.positions.shape[0]
         self._require(topk_indices, (num_tokens, None), (torch.int32, torch.int64), "topk_indices")
         k = topk_indices.shape[1]
@@ -119,7 +119,7 @@ class LayerCacheHandle:
         above N. A request without tokens in the step has none. Cost: one launch. Errors: ArgumentError, also
         for a layer without entries; CaptureError where outputs are left out.
         """
-        _, _, pages = self._compressed()
+        _, pages = self._compressed()
         return self._gather_all(self.schema.codec, pages, out, lens)
 
     def gather_index(
@@ -136,7 +136,7 @@ class LayerCacheHandle:
     def _gather_all(
         self, codec: Codec, pages: torch.Tensor, out: torch.Tensor | None, lens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        _, blocks, _ = self._compressed()
+        blocks, _ = self._compressed()
         ratio, batch = self.schema.ratio, self.request_slots.shape[0]
         width = None
         if out is None:
@@ -210,7 +210,7 @@ class LayerCacheHandle:
         Rows of other tokens are not read. An entry whose block was not allocated is not written. Cost: one
         launch. Errors: ArgumentError, also for a layer without entries.
         """
-        _, _, pages = self._compressed()
+        _, pages = self._compressed()
         self._write(self.schema.codec, pages, kv, "kv")
 
     def write_index(self, keys: torch.Tensor) -> None:
@@ -219,7 +219,7 @@ class LayerCacheHandle:
         self._write(codec, pages, keys, "keys")
 
     def _write(self, codec: Codec, pages: torch.Tensor, values: torch.Tensor, name: str) -> None:
-        _, blocks, _ = self._compressed()
+        blocks, _ = self._compressed()
         self._require(values, (self.positions.shape[0], codec.dim), _OUT, name, is_whole=False)
         entries.store_entries(
             codec,
@@ -313,13 +313,13 @@ class LayerCacheHandle:
 
     # --- what the layer has, and what calls are given
 
-    def _compressed(self) -> tuple[PagedKVPool, BlockTable, torch.Tensor]:
+    def _compressed(self) -> tuple[BlockTable, torch.Tensor]:
         if self.paged is None or self._blocks is None:
             raise ArgumentError(
                 f"layer {self.schema.layer_idx} is {self.schema.attn_type.name}: "
                 "it keeps no compressed entries"
             )
-        return self.paged, self._blocks, self.paged.entries
+        return self._blocks, self.paged.entries
 
     def _indexer(self) -> tuple[Codec, torch.Tensor]:
         paged, codec = self.paged, self.schema.index_codec
