@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +23,13 @@ CASES = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 NUM_ROWS = 4
+
+
+@pytest.fixture(autouse=True, params=[2048, 0], ids=["small batches", "large batches"], scope="module")
+def sizes(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compress_fused, "_FEW_TOKENS", request.param)
+        yield
 
 
 def both(name: str, *args: Any) -> list[list[torch.Tensor]]:
@@ -67,7 +75,7 @@ def batches(draw: st.DrawFn) -> tuple[Tokens, list[tuple[int, int, int]]]:
     seed=st.integers(0, 2**32),
     ratio=st.sampled_from([1, 2, 4, 5]),
     overlap=st.booleans(),
-    dim=st.sampled_from([4, 10, 16]),
+    dim=st.sampled_from([4, 7, 10, 16]),
     extra=st.integers(0, 3),
     half_rope=st.sampled_from([None, 1, 2]),
     has_norm=st.booleans(),

@@ -24,12 +24,12 @@ CASES = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 # As in production, and as large batches are treated, on small ones.
-SIZES = {"small batches": (1024, 2048, 65_536), "large batches": (4, 0, 0)}
+SIZES = {"small batches": (1024, 2048, 4096), "large batches": (4, 0, 1)}
 
 
 @pytest.fixture(autouse=True, params=SIZES.values(), ids=SIZES, scope="module")
 def sizes(request: pytest.FixtureRequest) -> Iterator[None]:
-    names = ("_SCAN", "_FEW_TOKENS", "_MANY_ENTRIES")
+    names = ("_SCAN", "_FEW_TOKENS", "_MANY_TILES")
     with pytest.MonkeyPatch.context() as patch:
         for name, size in zip(names, request.param, strict=True):
             patch.setattr(entries_fused, name, size)

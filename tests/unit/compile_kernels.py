@@ -102,12 +102,11 @@ def views() -> None:
 
 def entries() -> None:
     tokens = Tokens(ints(2), ints(3), ints(3))
-    few = entries_fused._FEW_TOKENS, entries_fused._MANY_ENTRIES
-    for name, entry in ENTRIES.items():
-        for sizes in (few, (0, 0)) if name in ("584 bytes", "fp4 keys") else (few,):  # as large batches are
-            entries_fused._FEW_TOKENS, entries_fused._MANY_ENTRIES = sizes
-            entries_of(Codec.of(entry), entry.page_bytes(32), tokens)
-    compressors(tokens)
+    for entry in ENTRIES.values():
+        entries_of(Codec.of(entry), entry.page_bytes(32), tokens)
+    for few in (compress_fused._FEW_TOKENS, 0):  # small batches, and large ones
+        compress_fused._FEW_TOKENS = few
+        compressors(tokens)
 
 
 def entries_of(codec: Codec, page_bytes: int, tokens: Tokens) -> None:

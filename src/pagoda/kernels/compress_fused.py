@@ -28,10 +28,11 @@ def _pooled(
     PLACES: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr,
     IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
-    """Columns of the entry that a token ends: a softmax over SPAN tokens, STEP of them at a time."""
-    most = tl.full(column.shape, float("-inf"), tl.float32)
-    total = tl.zeros(column.shape, tl.float32)
-    sums = tl.zeros(column.shape, tl.float32)
+    """Numbers of the entry that a token ends: a softmax over SPAN tokens, STEP of them at a time."""
+    # Every STEP-th token is summed up by itself, and these sums at the end, so that threads do not wait.
+    most = tl.full((STEP, column.shape[0]), float("-inf"), tl.float32)
+    total = tl.zeros((STEP, column.shape[0]), tl.float32)
+    sums = tl.zeros((STEP, column.shape[0]), tl.float32)
     for first in range(0, SPAN, STEP):
         at = first + tl.arange(0, STEP)
         back = SPAN - 1 - at
@@ -50,78 +51,66 @@ def _pooled(
         score = tl.where(given_mask, score, tl.load(state_scores + kept, mask=kept_mask, other=float("-inf")))
         value = wide(tl.load(values + given * value_stride + channel, mask=given_mask, other=0), IS_SPELLED)
         value = tl.where(given_mask, value, tl.load(state_values + kept, mask=kept_mask, other=0))
-        new_most = tl.maximum(most, tl.max(score, 0))
+        new_most = tl.maximum(most, score)
         shift = tl.where(new_most > float("-inf"), new_most, 0.0)
-        weight = tl.exp(score - shift[None, :])
-        fade = tl.exp(most - shift)
-        total = total * fade + tl.sum(weight, 0)
-        sums = sums * fade + tl.sum(tl.where(weight > 0, value, 0.0) * weight, 0)
+        weight, fade = tl.exp(score - shift), tl.exp(most - shift)
+        total = total * fade + weight
+        sums = sums * fade + tl.where(weight > 0, value, 0.0) * weight
         most = new_most
-    return sums / tl.where(total > 0, total, 1.0)
+    all_most = tl.max(most, 0)
+    fade = tl.exp(most - tl.where(all_most > float("-inf"), all_most, 0.0)[None, :])
+    total = tl.sum(total * fade, 0)
+    return tl.sum(sums * fade, 0) / tl.where(total > 0, total, 1.0)
 
 
 @triton.jit(
-    do_not_specialize=["batch", "num_rows"],
+    do_not_specialize=["num_tokens", "group", "batch", "num_rows"],
     do_not_specialize_on_alignment=["rows", "request_ids", "positions"],
 )
 def _compress(
     rows, request_ids, positions, values, scores, value_stride, score_stride, state_values, state_scores, out,
-    weight, epsilon, cos, sin, cos_stride, sin_stride, batch, num_rows,
+    weight, epsilon, cos, sin, cos_stride, sin_stride, num_tokens, group, batch, num_rows,
     RATIO: tl.constexpr, SPAN: tl.constexpr, PLACES: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr,
-    HALF_ROPE: tl.constexpr, HAS_NORM: tl.constexpr, FLAT_SPAN: tl.constexpr, HALF_SPAN: tl.constexpr,
-    STEP: tl.constexpr, IS_SPELLED: tl.constexpr,
+    HALF_ROPE: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
-    # The rotated numbers stand in pairs: the first of all pairs are a vector, the second another.
+    # The rotated numbers stand in pairs behind the others: so where these are odd, columns begin one earlier.
     FLAT: tl.constexpr = DIM - 2 * HALF_ROPE
-    token = tl.program_id(0)
-    column = tl.arange(0, FLAT_SPAN)
-    is_column = column < FLAT
-    pair = tl.arange(0, HALF_SPAN)
-    is_pair = pair < HALF_ROPE
-    even_at = FLAT + 2 * pair
-    to = out + token.to(tl.int64) * DIM
-    position = tl.load(positions + token)
-    request = tl.load(request_ids + token)
-    row = tl.where(position >= 0, row_of(request, rows, batch, num_rows), 0)
-    if (row > 0) & ((position + 1) % RATIO == 0):
-        flat = _pooled(
-            token, position, row, request, request_ids, positions, values, scores, value_stride, score_stride,
-            state_values, state_scores, column, is_column, RATIO, SPAN, PLACES, CHANNELS, DIM, STEP,
-            IS_SPELLED,
-        )  # fmt: skip
-        even, odd = tl.zeros((HALF_SPAN,), tl.float32), tl.zeros((HALF_SPAN,), tl.float32)
-        if HALF_ROPE > 0:
-            even = _pooled(
+    column = tl.arange(0, BLOCK) - FLAT % 2
+    is_column = (column >= 0) & (column < DIM)
+    # A program looks at `group` tokens, of which few end a block.
+    begin = tl.program_id(0) * group
+    for number in range(tl.minimum(group, num_tokens - begin)):
+        token = begin + number
+        to = out + token.to(tl.int64) * DIM + column
+        position = tl.load(positions + token)
+        request = tl.load(request_ids + token)
+        row = tl.where(position >= 0, row_of(request, rows, batch, num_rows), 0)
+        if (row > 0) & ((position + 1) % RATIO == 0):
+            x = _pooled(
                 token, position, row, request, request_ids, positions, values, scores, value_stride,
-                score_stride, state_values, state_scores, even_at, is_pair, RATIO, SPAN, PLACES, CHANNELS,
+                score_stride, state_values, state_scores, column, is_column, RATIO, SPAN, PLACES, CHANNELS,
                 DIM, STEP, IS_SPELLED,
             )  # fmt: skip
-            odd = _pooled(
-                token, position, row, request, request_ids, positions, values, scores, value_stride,
-                score_stride, state_values, state_scores, even_at + 1, is_pair, RATIO, SPAN, PLACES, CHANNELS,
-                DIM, STEP, IS_SPELLED,
-            )  # fmt: skip
-        if HAS_NORM:
-            squares = tl.sum(flat * flat, 0) + tl.sum(even * even, 0) + tl.sum(odd * odd, 0)
-            factor = tl.rsqrt(squares / DIM + epsilon)
-            flat = flat * factor * wide(tl.load(weight + column, mask=is_column, other=0), IS_SPELLED)
-            even = even * factor * wide(tl.load(weight + even_at, mask=is_pair, other=0), IS_SPELLED)
-            odd = odd * factor * wide(tl.load(weight + even_at + 1, mask=is_pair, other=0), IS_SPELLED)
-        if HALF_ROPE > 0:
-            at = token.to(tl.int64)
-            c = wide(tl.load(cos + at * cos_stride + pair, mask=is_pair, other=0), IS_SPELLED)
-            s = wide(tl.load(sin + at * sin_stride + pair, mask=is_pair, other=0), IS_SPELLED)
-            turned = even * c - odd * s
-            tl.store(to + even_at, turned, mask=is_pair)
-            tl.store(to + even_at + 1, odd * c + even * s, mask=is_pair)
-        tl.store(to + column, flat, mask=is_column)
-    else:
-        tl.store(to + column, tl.zeros((FLAT_SPAN,), tl.float32), mask=is_column)
-        tl.store(to + even_at, tl.zeros((HALF_SPAN,), tl.float32), mask=is_pair)
-        tl.store(to + even_at + 1, tl.zeros((HALF_SPAN,), tl.float32), mask=is_pair)
+            if HAS_NORM:
+                factor = tl.rsqrt(tl.sum(x * x, 0) / DIM + epsilon)
+                x = x * factor * wide(tl.load(weight + column, mask=is_column, other=0), IS_SPELLED)
+            if HALF_ROPE > 0:
+                even, odd = tl.split(tl.reshape(x, (BLOCK // 2, 2)))
+                pair = tl.arange(0, BLOCK // 2) - (FLAT + 1) // 2
+                is_pair = (pair >= 0) & (pair < HALF_ROPE)
+                at = token.to(tl.int64)
+                c = wide(tl.load(cos + at * cos_stride + pair, mask=is_pair, other=0), IS_SPELLED)
+                s = wide(tl.load(sin + at * sin_stride + pair, mask=is_pair, other=0), IS_SPELLED)
+                turned_even, turned_odd = even * c - odd * s, odd * c + even * s
+                even, odd = tl.where(is_pair, turned_even, even), tl.where(is_pair, turned_odd, odd)
+                x = tl.reshape(tl.join(even, odd), (BLOCK,))
+            tl.store(to, x, mask=is_column)
+        else:
+            tl.store(to, tl.zeros((BLOCK,), tl.float32), mask=is_column)
 
 
-_STEP_NUMBERS = 4096  # that a program looks at together
+_FEW_TOKENS = 2048  # up to here a program looks at one
 
 
 def compress(
@@ -142,21 +131,24 @@ def compress(
     channels = values.shape[1]
     span = ratio * channels // dim
     half_rope = 0 if rotary is None else rotary[0].shape[1]
-    flat_span = triton.next_power_of_2(max(dim - 2 * half_rope, 1))
-    step = min(triton.next_power_of_2(span), max(1, _STEP_NUMBERS // flat_span))
+    block = triton.next_power_of_2(dim + dim % 2)
+    # Few tokens have large programs, of which the device holds all at once, many have small ones.
+    is_few = num_tokens <= _FEW_TOKENS
+    group, numbers, num_warps = (1, 2048, 4 if span <= 32 else 16) if is_few else (ratio, 1024, 1)
+    step = min(triton.next_power_of_2(span), max(1, numbers // block))
     given, stride = rows_and_stride(values)
     given_scores, score_stride = rows_and_stride(scores)
     weight, epsilon = (out, 0.0) if norm is None else norm
     cos, sin = (out, out) if rotary is None else rotary
     (cos, cos_stride), (sin, sin_stride) = rows_and_stride(cos), rows_and_stride(sin)
-    _compress[(num_tokens,)](
+    _compress[(triton.cdiv(num_tokens, group),)](
         tokens.rows, tokens.request_ids, tokens.positions, readable(given, spelled),
         readable(given_scores, spelled), stride, score_stride, state_values, state_scores, out,
         readable(weight, spelled), float(epsilon), readable(cos, spelled), readable(sin, spelled),
-        cos_stride, sin_stride, tokens.rows.shape[0], state_values.shape[0],
+        cos_stride, sin_stride, num_tokens, group, tokens.rows.shape[0], state_values.shape[0],
         RATIO=ratio, SPAN=span, PLACES=state_values.shape[1], CHANNELS=channels, DIM=dim,
-        HALF_ROPE=half_rope, HAS_NORM=norm is not None, FLAT_SPAN=flat_span,
-        HALF_SPAN=triton.next_power_of_2(max(half_rope, 1)), STEP=step, IS_SPELLED=spelled, num_warps=4,
+        HALF_ROPE=half_rope, HAS_NORM=norm is not None, BLOCK=block, STEP=step, IS_SPELLED=spelled,
+        num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -177,14 +169,18 @@ def _push(
     row = tl.where(position >= 0, row_of(request, rows, batch, num_rows), 0)
     is_written = (row > 0) & is_last(token, request, position, request_ids, positions, num_tokens, PLACES)
     place = (row * PLACES + position % PLACES) * CHANNELS
-    for first in tl.static_range(0, CHANNELS, BLOCK):
-        column = (first + tl.arange(0, BLOCK))[None, :]
-        mask = is_written[:, None] & (column < CHANNELS)
-        given = token.to(tl.int64)[:, None]
-        value = tl.load(values + given * value_stride + column, mask=mask)
-        score = tl.load(scores + given * score_stride + column, mask=mask)
-        tl.store(state_values + place[:, None] + column, wide(value, IS_SPELLED), mask=mask)
-        tl.store(state_scores + place[:, None] + column, wide(score, IS_SPELLED), mask=mask)
+    if tl.max(is_written.to(tl.int32), 0) > 0:
+        for first in range(tl.program_id(1) * BLOCK, CHANNELS, tl.num_programs(1) * BLOCK):
+            column = (first + tl.arange(0, BLOCK))[None, :]
+            mask = is_written[:, None] & (column < CHANNELS)
+            given = token.to(tl.int64)[:, None]
+            value = tl.load(values + given * value_stride + column, mask=mask)
+            score = tl.load(scores + given * score_stride + column, mask=mask)
+            tl.store(state_values + place[:, None] + column, wide(value, IS_SPELLED), mask=mask)
+            tl.store(state_scores + place[:, None] + column, wide(score, IS_SPELLED), mask=mask)
+
+
+_PUSH_ROWS, _PUSH_BLOCK = 16, 128
 
 
 def push(
@@ -199,13 +195,14 @@ def push(
         return
     spelled = is_spelled(state_values.device)
     channels = values.shape[1]
-    block = min(triton.next_power_of_2(channels), 1024)
-    rows = max(1, 1024 // block)
+    block = min(triton.next_power_of_2(channels), _PUSH_BLOCK)
+    # Of many tokens most are not kept.
+    num_pieces = triton.cdiv(channels, block) if num_tokens <= _FEW_TOKENS else 1
     given, stride = rows_and_stride(values)
     given_scores, score_stride = rows_and_stride(scores)
-    _push[(triton.cdiv(num_tokens, rows),)](
+    _push[(triton.cdiv(num_tokens, _PUSH_ROWS), num_pieces)](
         tokens.rows, tokens.request_ids, tokens.positions, readable(given, spelled),
         readable(given_scores, spelled), stride, score_stride, state_values, state_scores,
         num_tokens, tokens.rows.shape[0], state_values.shape[0], PLACES=state_values.shape[1],
-        CHANNELS=channels, ROWS=rows, BLOCK=block, IS_SPELLED=spelled, num_warps=4,
+        CHANNELS=channels, ROWS=_PUSH_ROWS, BLOCK=block, IS_SPELLED=spelled, num_warps=4,
     )  # fmt: skip

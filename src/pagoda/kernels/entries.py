@@ -64,7 +64,8 @@ class Codec:
 
     An entry is `data_bytes` long, its scales `scale_bytes`; they lie behind the data of all entries of
     its page. A scale is float32, or the exponent of a power of two: the least with which the largest of
-    the block fits. fp8 saturates and keeps a NaN; in fp4 it becomes 0."""
+    the block fits. fp8 saturates and keeps a NaN; in fp4, which has none, it
+    becomes the largest number."""
 
     flat_dim: int
     rope_dim: int

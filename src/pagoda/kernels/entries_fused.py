@@ -37,6 +37,8 @@ __all__ = [
 _IS_PLAIN = tl.constexpr(0)
 _IS_FP8 = tl.constexpr(1)
 _IS_FP4 = tl.constexpr(2)
+# Numbers that a thread moves side by side: 16 bytes of the wide side, so that none changes its thread between.
+_STEP = tl.constexpr(8)
 # What scales are.
 _NO_SCALE = tl.constexpr(0)
 _EXPONENT = tl.constexpr(1)
@@ -82,33 +84,40 @@ def _to_fp8(x, IS_SPELLED: tl.constexpr):
 
 
 @triton.jit
-def _from_fp4(code):
-    size = (code & 7).to(tl.int32)
-    # 0, ½, then 1, 1½, 2, 3, 4, 6: two digits each for three exponents.
-    power = ((size >> 1) + 126).to(tl.uint32) << 23
-    x = power.to(tl.float32, bitcast=True) * (1.0 + 0.5 * (size & 1).to(tl.float32))
-    x = tl.where(size < 2, 0.5 * size.to(tl.float32), x)
-    return x * tl.where(code > 7, -1.0, 1.0)  # not −x: Triton's is 0 − x, which loses the sign of 0
+def _from_fp4(pairs, IS_HIGH: tl.constexpr):
+    """One half of bytes as float32."""
+    # Its exponent and its digit where float32 has them, whose exponents begin 126 lower.
+    pairs = pairs.to(tl.uint32)
+    size = (pairs << (18 if IS_HIGH else 22)) & 0x01C00000
+    sign = (pairs << (24 if IS_HIGH else 28)) & 0x80000000
+    return (size | sign).to(tl.float32, bitcast=True) * 85070591730234615865843651857942052864.0
 
 
 @triton.jit
 def _to_fp4(x):
-    size = tl.abs(x)
-    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
-    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
-    code += (size > 5.0).to(tl.int32)
-    return code + tl.where(x < 0, 8, 0)
+    """Codes, of which the low four bits count, as uint32: to nearest, of two equally near the even one. What is
+    larger than all, and NaN, becomes the largest."""
+    size = tl.minimum(tl.abs(x), 6.0)
+    # Next to 2^22 times the power of two below, a digit is worth a step. So the sum ends in the number of steps,
+    # and begins with the exponent, which counts for two of them; the 3 makes all exponents begin at 0.
+    power = tl.maximum((size.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 1.0)
+    steps = (size + power * 4194307.0).to(tl.uint32, bitcast=True)
+    return steps + (steps >> 22) + tl.where(x < 0, 8, 0).to(tl.uint32)
 
 
 @triton.jit
 def _scale_of(largest, LARGEST: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr):
     """The scale of blocks by their largest number: what is kept, and what numbers are multiplied with."""
-    scale = tl.div_rn(tl.minimum(tl.maximum(largest, LEAST), 3.4028234663852886e38), LARGEST)
+    largest = tl.minimum(tl.maximum(largest, LEAST), 3.4028234663852886e38)
     if SCALE == _FLOAT:
+        scale = tl.div_rn(largest, LARGEST)
         return scale, tl.div_rn(1.0, scale)
     else:  # noqa: RET505
-        bits = scale.to(tl.uint32, bitcast=True)
-        exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) > 0, 1, 0).to(tl.uint32)
+        # Exponents of both subtracted; one more where the digits of the largest number pass those of LARGEST.
+        limit = tl.full((), LARGEST, tl.float32).to(tl.uint32, bitcast=True)
+        bits = largest.to(tl.uint32, bitcast=True)
+        exponent = (bits >> 23) - (limit >> 23) + 127
+        exponent += tl.where((bits & 0x7FFFFF) > (limit & 0x7FFFFF), 1, 0).to(tl.uint32)
         return exponent, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
@@ -121,149 +130,159 @@ def _kept_scale(kept, SCALE: tl.constexpr):
 
 
 @triton.jit
-def _columns(FLAT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr):
-    """[1, BLOCKS, SPAN] numbers of the flat part, and whether they are some."""
-    block = tl.arange(0, BLOCKS)[None, :, None]
-    at = tl.arange(0, SPAN)[None, None, :]
-    column = block * BLOCK + at
-    return column, (at < BLOCK) & (column < FLAT)
-
-
-@triton.jit
-def _load_flat(
-    data, scales, is_read,
-    FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    SPAN: tl.constexpr, NUM_SCALES: tl.constexpr, IS_SPELLED: tl.constexpr,
-):  # fmt: skip
-    """Numbers of entries, [ROWS, BLOCKS, SPAN] float32, from where their data and scales begin, [ROWS]."""
-    mask = is_read[:, None, None]
-    if FORMAT == _IS_FP4:
-        byte, is_byte = _columns(FLAT // 2, BLOCK // 2, BLOCKS, SPAN // 2)
-        pair = tl.load(data[:, None, None] + byte, mask=mask & is_byte, other=0)
-        x = tl.join(_from_fp4(pair & 15), _from_fp4(pair >> 4))
-        x = tl.reshape(x, (x.shape[0], BLOCKS, SPAN))
-    else:
-        column, is_column = _columns(FLAT, BLOCK, BLOCKS, SPAN)
-        x = tl.load(data[:, None, None] + column, mask=mask & is_column, other=0)
-        x = _from_fp8(x, IS_SPELLED) if FORMAT == _IS_FP8 else wide(x, IS_SPELLED)
-    if SCALE != _NO_SCALE:
-        block = tl.arange(0, BLOCKS)[None, :]
-        kept = tl.load(scales[:, None] + block, mask=is_read[:, None] & (block < NUM_SCALES), other=0)
-        x = x * _kept_scale(kept, SCALE)[:, :, None]
-    return x
+def _columns(BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STEP: tl.constexpr):
+    """The numbers of an entry, [1, BLOCKS, BLOCK], of which a thread moves at most STEP side by side."""
+    at = tl.max_contiguous(tl.arange(0, BLOCK), STEP)
+    return tl.arange(0, BLOCKS)[None, :, None] * BLOCK + at[None, None, :]
 
 
 @triton.jit
 def _encode(
-    x, FORMAT: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr,
-    IS_SPELLED: tl.constexpr,
+    x, FORMAT: tl.constexpr, SCALE: tl.constexpr, SCALES: tl.constexpr, LARGEST: tl.constexpr,
+    LEAST: tl.constexpr, IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
-    """Numbers, [ROWS, BLOCKS, SPAN] float32, as codes of the flat format, and scales to keep, [ROWS, BLOCKS].
+    """Numbers, [ROWS, BLOCKS, BLOCK] float32, as codes of the flat format, and scales to keep, [ROWS, SCALES].
 
-    Codes are uint8; of fp4 one a number."""
-    largest = tl.max(tl.where(x != x, 0.0, tl.abs(x)), 2)
+    Codes of fp8 are uint8, of fp4 uint32, one a number."""
+    size = tl.abs(x)
+    if IS_SPELLED:
+        size = tl.where(x != x, 0.0, size)  # a GPU's maximum leaves NaN out
+    largest = tl.max(size, 2)
+    if SCALES == 1:
+        largest = tl.max(largest, 1, keep_dims=True)
     kept, inverse = _scale_of(largest, LARGEST, LEAST, SCALE)
     scaled = x * inverse[:, :, None]
-    scaled = tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    codes = _to_fp4(scaled).to(tl.uint8) if FORMAT == _IS_FP4 else _to_fp8(scaled, IS_SPELLED)
+    if FORMAT == _IS_FP4:
+        codes = _to_fp4(scaled)
+    else:
+        if IS_SPELLED:  # a GPU's cast saturates
+            scaled = tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        codes = _to_fp8(scaled, IS_SPELLED)
     return codes, kept
 
 
 @triton.jit
 def _load_entries(
-    place, is_read, pages, scales, ropes,
-    PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_PAGE_BYTES: tl.constexpr,
-    SCALES_AT: tl.constexpr, SCALE_BYTES: tl.constexpr,
-    ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, NUM_SCALES: tl.constexpr,
-    ROPE_SPAN: tl.constexpr, WIDTH: tl.constexpr,
+    page, at, is_read, pages, scales, ropes,
+    PAGE_BYTES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_PAGE_BYTES: tl.constexpr,
+    SCALES_AT: tl.constexpr, SCALE_BYTES: tl.constexpr, ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SCALES: tl.constexpr, NUM_SCALES: tl.constexpr, WIDTH: tl.constexpr,
     SCALE_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
-    """Entries at places, [ROWS] int64: flat part [ROWS, BLOCKS, SPAN] and rotated part [ROWS, ROPE_SPAN]."""
-    page, at = place // ENTRIES, place % ENTRIES
+    """Numbers of entries of pages, [ROWS] both, as float32: [ROWS, BLOCKS, BLOCK]."""
+    page = page.to(tl.int64)
     begin = page * PAGE_BYTES + at * DATA_BYTES
-    scales_begin = page * SCALE_PAGE_BYTES + SCALES_AT + at * SCALE_BYTES
-    flat = _load_flat(
-        pages + begin // WIDTH, scales + scales_begin // SCALE_WIDTH, is_read, FORMAT, SCALE, FLAT, BLOCK,
-        BLOCKS, SPAN, NUM_SCALES, IS_SPELLED,
-    )  # fmt: skip
-    column = tl.arange(0, ROPE_SPAN)[None, :]
-    rope = tl.load(
-        ropes + (begin + ROPE_AT)[:, None] // ROPE_WIDTH + column,
-        mask=is_read[:, None] & (column < ROPE),
-        other=0,
-    )
-    return flat, wide(rope, IS_SPELLED)
+    mask = is_read[:, None, None]
+    data = (pages + begin // WIDTH)[:, None, None]
+    column = _columns(BLOCK, BLOCKS, _STEP)
+    if FORMAT == _IS_FP4:
+        byte = _columns(BLOCK // 2, BLOCKS, _STEP // 2)
+        pairs = tl.load(data + byte, mask=mask & (byte < FLAT // 2), other=0)
+        x = tl.join(_from_fp4(pairs, False), _from_fp4(pairs, True))
+        x = tl.reshape(x, (x.shape[0], BLOCKS, BLOCK))
+    else:
+        x = tl.load(data + column, mask=mask & (column < FLAT), other=0)
+        x = _from_fp8(x, IS_SPELLED) if FORMAT == _IS_FP8 else wide(x, IS_SPELLED)
+    if SCALE != _NO_SCALE:
+        scales_begin = page * SCALE_PAGE_BYTES + SCALES_AT + at * SCALE_BYTES
+        block = tl.arange(0, SCALES)[None, :]
+        kept = tl.load(
+            scales + (scales_begin // SCALE_WIDTH)[:, None] + block,
+            mask=is_read[:, None] & (block < NUM_SCALES),
+            other=0,
+        )
+        x = x * _kept_scale(kept, SCALE)[:, :, None]
+    if ROPE > 0:
+        is_rope = (column >= FLAT) & (column < FLAT + ROPE)
+        rope_at = ((begin + ROPE_AT) // ROPE_WIDTH)[:, None, None] + (column - FLAT)
+        rope = wide(tl.load(ropes + rope_at, mask=mask & is_rope, other=0), IS_SPELLED)
+        x = tl.where(is_rope, rope, x)
+    return x
 
 
 @triton.jit
 def _put(
-    row, is_row, flat, rope, out,
-    FLAT: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr,
-    ROPE_SPAN: tl.constexpr, IS_SPELLED: tl.constexpr,
+    row, is_row, x, out,
+    FLAT: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
     """Write numbers of entries to rows of `out`, [ROWS] int64."""
-    kind: tl.constexpr = out.dtype.element_ty
-    begin = row * (FLAT + ROPE)
-    column, is_column = _columns(FLAT, BLOCK, BLOCKS, SPAN)
-    to = out + begin[:, None, None] + column
-    tl.store(to, _narrow(flat, kind, IS_SPELLED), mask=is_row[:, None, None] & is_column)
-    at = tl.arange(0, ROPE_SPAN)[None, :]
-    to = out + begin[:, None] + FLAT + at
-    tl.store(to, _narrow(rope, kind, IS_SPELLED), mask=is_row[:, None] & (at < ROPE))
+    column = _columns(BLOCK, BLOCKS, _STEP)
+    to = out + (row * (FLAT + ROPE))[:, None, None] + column
+    mask = is_row[:, None, None] & (column < FLAT + ROPE)
+    tl.store(to, _narrow(x, out.dtype.element_ty, IS_SPELLED), mask=mask)
 
 
 @triton.jit
 def _take(
     token, is_token, values, stride, FLAT: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr, SPAN: tl.constexpr, ROPE_SPAN: tl.constexpr, IS_SPELLED: tl.constexpr,
+    BLOCKS: tl.constexpr, IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of tokens as float32: flat part [ROWS, BLOCKS, SPAN], rotated part [ROWS, ROPE_SPAN]."""
-    begin = token.to(tl.int64) * stride
-    column, is_column = _columns(FLAT, BLOCK, BLOCKS, SPAN)
-    flat = tl.load(values + begin[:, None, None] + column, mask=is_token[:, None, None] & is_column, other=0)
-    at = tl.arange(0, ROPE_SPAN)[None, :]
-    rope = tl.load(values + begin[:, None] + FLAT + at, mask=is_token[:, None] & (at < ROPE), other=0)
-    return wide(flat, IS_SPELLED), wide(rope, IS_SPELLED)
+    """Numbers of tokens as float32: [ROWS, BLOCKS, BLOCK]."""
+    column = _columns(BLOCK, BLOCKS, _STEP)
+    at = (token.to(tl.int64) * stride)[:, None, None] + column
+    mask = is_token[:, None, None] & (column < FLAT + ROPE)
+    return wide(tl.load(values + at, mask=mask, other=0), IS_SPELLED)
 
 
 @triton.jit
 def _store_at(
-    place, is_written, flat, rope, pages, scales, ropes,
-    PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_PAGE_BYTES: tl.constexpr,
-    SCALES_AT: tl.constexpr, SCALE_BYTES: tl.constexpr,
-    ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, NUM_SCALES: tl.constexpr,
-    ROPE_SPAN: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
+    page, at, is_written, x, pages, scales, ropes,
+    PAGE_BYTES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_PAGE_BYTES: tl.constexpr,
+    SCALES_AT: tl.constexpr, SCALE_BYTES: tl.constexpr, ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SCALES: tl.constexpr, NUM_SCALES: tl.constexpr,
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
     SCALE_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
-    """Write numbers of entries to places, [ROWS] int64; bytes of scales that hold none become 0."""
-    page, at = place // ENTRIES, place % ENTRIES
+    """Write numbers to entries of pages, [ROWS] both; bytes of scales that hold none become 0."""
+    page = page.to(tl.int64)
     begin = page * PAGE_BYTES + at * DATA_BYTES
-    scales_begin = page * SCALE_PAGE_BYTES + SCALES_AT + at * SCALE_BYTES
-    kind: tl.constexpr = pages.dtype.element_ty
-    rope_kind: tl.constexpr = ropes.dtype.element_ty
     mask = is_written[:, None, None]
     to = (pages + begin // WIDTH)[:, None, None]
+    column = _columns(BLOCK, BLOCKS, _STEP)
     if FORMAT == _IS_PLAIN:
-        column, is_column = _columns(FLAT, BLOCK, BLOCKS, SPAN)
-        tl.store(to + column, _narrow(flat, kind, IS_SPELLED), mask=mask & is_column)
+        narrow = _narrow(x, pages.dtype.element_ty, IS_SPELLED)
+        tl.store(to + column, narrow, mask=mask & (column < FLAT))
     else:
-        codes, kept = _encode(flat, FORMAT, SCALE, LARGEST, LEAST, IS_SPELLED)
+        codes, kept = _encode(
+            tl.where(column < FLAT, x, 0.0), FORMAT, SCALE, SCALES, LARGEST, LEAST, IS_SPELLED
+        )
         if FORMAT == _IS_FP4:
-            byte, is_byte = _columns(FLAT // 2, BLOCK // 2, BLOCKS, SPAN // 2)
-            low, high = tl.split(tl.reshape(codes, (codes.shape[0], BLOCKS, SPAN // 2, 2)))
-            tl.store(to + byte, low | (high << 4), mask=mask & is_byte)
+            byte = _columns(BLOCK // 2, BLOCKS, _STEP // 2)
+            low, high = tl.split(tl.reshape(codes, (codes.shape[0], BLOCKS, BLOCK // 2, 2)))
+            pairs = ((low & 15) + (high << 4)).to(tl.uint8)
+            tl.store(to + byte, pairs, mask=mask & (byte < FLAT // 2))
         else:
-            column, is_column = _columns(FLAT, BLOCK, BLOCKS, SPAN)
-            tl.store(to + column, codes, mask=mask & is_column)
-        block = tl.arange(0, BLOCKS)[None, :]
+            tl.store(to + column, codes, mask=mask & (column < FLAT))
+        scales_begin = page * SCALE_PAGE_BYTES + SCALES_AT + at * SCALE_BYTES
+        block = tl.arange(0, SCALES)[None, :]
         kept = tl.where(block < NUM_SCALES, kept, 0).to(scales.dtype.element_ty)
         to_scale = scales + (scales_begin // SCALE_WIDTH)[:, None] + block
         tl.store(to_scale, kept, mask=is_written[:, None] & (block < SCALE_BYTES // SCALE_WIDTH))
-    column = tl.arange(0, ROPE_SPAN)[None, :]
-    to_rope = ropes + (begin + ROPE_AT)[:, None] // ROPE_WIDTH + column
-    tl.store(to_rope, _narrow(rope, rope_kind, IS_SPELLED), mask=is_written[:, None] & (column < ROPE))
+    if ROPE > 0:
+        is_rope = (column >= FLAT) & (column < FLAT + ROPE)
+        rope_at = ((begin + ROPE_AT) // ROPE_WIDTH)[:, None, None] + (column - FLAT)
+        narrow = _narrow(x, ropes.dtype.element_ty, IS_SPELLED)
+        tl.store(ropes + rope_at, narrow, mask=mask & is_rope)
+
+
+@triton.jit
+def _as_read(
+    x, pages, ropes, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SCALES: tl.constexpr, LARGEST: tl.constexpr,
+    LEAST: tl.constexpr, IS_SPELLED: tl.constexpr,
+):  # fmt: skip
+    """Numbers of entries, [ROWS, BLOCKS, BLOCK] float32, as they would be read back."""
+    column = _columns(BLOCK, BLOCKS, _STEP)
+    if FORMAT == _IS_PLAIN:
+        flat = wide(_narrow(x, pages.dtype.element_ty, IS_SPELLED), IS_SPELLED)
+    else:
+        codes, kept = _encode(tl.where(column < FLAT, x, 0.0), FORMAT, SCALE, SCALES, LARGEST, LEAST, IS_SPELLED)
+        flat = _from_fp4(codes, False) if FORMAT == _IS_FP4 else _from_fp8(codes, IS_SPELLED)
+        flat = flat * _kept_scale(kept, SCALE)[:, :, None]
+    if ROPE > 0:
+        flat = tl.where(column < FLAT, flat, wide(_narrow(x, ropes.dtype.element_ty, IS_SPELLED), IS_SPELLED))
+    return flat
 
 
 @triton.jit
@@ -286,74 +305,97 @@ def is_last(token, request, position, request_ids, positions, num_tokens, RING: 
 
 @triton.jit
 def _place_of(row, entry, table, columns, num_pages, ENTRIES: tl.constexpr):
-    """Where entries of rows lie, and whether they lie anywhere."""
-    column = entry // ENTRIES
+    """Where entries of rows lie, pages and places in them, and whether they lie anywhere."""
+    number = entry.to(tl.uint32)  # divided with fewer instructions
+    column = (number // ENTRIES).to(tl.int32)
     is_there = (row > 0) & (entry >= 0) & (column < columns)
-    block = tl.load(table + row * columns + column, mask=is_there, other=0).to(tl.int64)
-    is_there = is_there & (block > 0) & (block < num_pages)
-    return block * ENTRIES + entry % ENTRIES, is_there
+    page = tl.load(table + row * columns + column, mask=is_there, other=0)
+    return page, (number % ENTRIES).to(tl.int32), is_there & (page > 0) & (page < num_pages)
 
 
-# Sizes of batches and pools make no variants, but that large batches have their own: what a call compiled
-# serves a capture of any other on the same side of _FEW_TOKENS and _MANY_ENTRIES.
+@triton.jit
+def _store_ends(
+    token, is_end, request, position, rows, values, stride, table, pages, scales, ropes, batch, num_rows,
+    columns, num_pages,
+    RATIO: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_PAGE_BYTES: tl.constexpr,
+    SCALES_AT: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SCALES: tl.constexpr, NUM_SCALES: tl.constexpr,
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
+    SCALE_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, IS_SPELLED: tl.constexpr,
+):  # fmt: skip
+    """Write the entries of tokens that end a block."""
+    # Numbers are on their way while the place is looked for.
+    x = _take(token, is_end, values, stride, FLAT, ROPE, BLOCK, BLOCKS, IS_SPELLED)
+    row = row_of(tl.where(is_end, request, -1), rows, batch, num_rows)
+    entry = (position.to(tl.uint32) // RATIO).to(tl.int32)
+    page, at, is_written = _place_of(row, entry, table, columns, num_pages, ENTRIES)
+    _store_at(
+        page, at, is_written, x, pages, scales, ropes, PAGE_BYTES, DATA_BYTES, SCALE_PAGE_BYTES, SCALES_AT,
+        SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS, SCALES, NUM_SCALES, LARGEST, LEAST, WIDTH,
+        SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
+    )  # fmt: skip
+
+
+# Sizes of batches and pools make no variants: what a call compiled serves a capture of any other.
 @triton.jit(
-    do_not_specialize=["num_tokens", "batch", "num_rows", "columns", "num_pages"],
+    do_not_specialize=["num_tokens", "group", "batch", "num_rows", "columns", "num_pages"],
     do_not_specialize_on_alignment=["rows", "request_ids", "positions", "table", "scales", "ring_positions"],
 )
 def _store(
     rows, request_ids, positions, values, stride, table, pages, scales, ropes, ring_positions,
-    num_tokens, batch, num_rows, columns, num_pages,
-    RATIO: tl.constexpr, RING: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    num_tokens, group, batch, num_rows, columns, num_pages,
+    RATIO: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
     PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_PAGE_BYTES: tl.constexpr,
     SCALES_AT: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, NUM_SCALES: tl.constexpr,
-    ROPE_SPAN: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SCALES: tl.constexpr, NUM_SCALES: tl.constexpr,
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
     SCALE_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
     # Into rings where RING > 0, else into pages at the ends of blocks of RATIO tokens.
-    group = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)) * group
+    is_first = first < num_tokens
+    request = tl.load(request_ids + first, mask=is_first, other=-1)
+    position = tl.load(positions + first, mask=is_first, other=-1)
     if RING > 0:
-        request = tl.load(request_ids + group, mask=group < num_tokens, other=-1)
-        position = tl.load(positions + group, mask=group < num_tokens, other=-1)
         row = tl.where(position >= 0, row_of(request, rows, batch, num_rows), 0)
-        is_written = (row > 0) & is_last(group, request, position, request_ids, positions, num_tokens, RING)
-        place = row * RING + position % RING
-        tl.store(ring_positions + place, position, mask=is_written)
-        flat, rope = _take(
-            group, is_written, values, stride, FLAT, ROPE, BLOCK, BLOCKS, SPAN, ROPE_SPAN, IS_SPELLED
-        )
+        is_written = (row > 0) & is_last(first, request, position, request_ids, positions, num_tokens, RING)
+        page = row * RING + position % RING
+        tl.store(ring_positions + page, position, mask=is_written)
+        x = _take(first, is_written, values, stride, FLAT, ROPE, BLOCK, BLOCKS, IS_SPELLED)
         _store_at(
-            place, is_written, flat, rope, pages, scales, ropes, PAGE_BYTES, ENTRIES, DATA_BYTES,
+            page, tl.zeros((ROWS,), tl.int32), is_written, x, pages, scales, ropes, PAGE_BYTES, DATA_BYTES,
             SCALE_PAGE_BYTES, SCALES_AT, SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS,
-            SPAN, NUM_SCALES, ROPE_SPAN, LARGEST, LEAST,
-            WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
+            SCALES, NUM_SCALES, LARGEST, LEAST, WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
         )  # fmt: skip
     else:
-        # Of GROUP tokens that stand side by side few end a block, in a prefill one, so that a program has
-        # ROWS entries to write and not a part of them; in any other batch it goes round more often.
-        in_group = tl.arange(0, GROUP)[None, :]
-        token = group[:, None] * GROUP + in_group
-        position = tl.load(positions + token, mask=token < num_tokens, other=-1)
-        request = tl.load(request_ids + token, mask=token < num_tokens, other=-1)
-        is_end = (position >= 0) & (request >= 0) & ((position + 1) % RATIO == 0)
-        for _ in range(tl.max(tl.sum(is_end.to(tl.int32), 1), 0)):
-            at = tl.min(tl.where(is_end, in_group, GROUP), 1)
-            end = group * GROUP + at
-            of = tl.load(request_ids + end, mask=at < GROUP, other=-1)
-            length = tl.load(positions + end, mask=at < GROUP, other=-1) + 1
-            row = row_of(of, rows, batch, num_rows)
-            place, is_written = _place_of(row, length // RATIO - 1, table, columns, num_pages, ENTRIES)
-            flat, rope = _take(
-                end, is_written, values, stride, FLAT, ROPE, BLOCK, BLOCKS, SPAN, ROPE_SPAN, IS_SPELLED
-            )
-            _store_at(
-                place, is_written, flat, rope, pages, scales, ropes, PAGE_BYTES, ENTRIES, DATA_BYTES,
+        # Where a group, of at most RATIO tokens, is of one request, at most one ends a block, and its place
+        # is known: so a program has ROWS entries to write. The tokens of other groups are taken one by one.
+        last = first + group - 1
+        last_request = tl.load(request_ids + last, mask=last < num_tokens, other=-1)
+        last_position = tl.load(positions + last, mask=last < num_tokens, other=-1)
+        is_run = (position >= 0) & (last_request == request) & (last_position == position + group - 1)
+        at = RATIO - 1 - (position.to(tl.uint32) % RATIO).to(tl.int32)
+        _store_ends(
+            first + at, is_run & (at < group), request, position + at, rows, values, stride, table, pages,
+            scales, ropes, batch, num_rows, columns, num_pages, RATIO, PAGE_BYTES, ENTRIES, DATA_BYTES,
+            SCALE_PAGE_BYTES, SCALES_AT, SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS,
+            SCALES, NUM_SCALES, LARGEST, LEAST, WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
+        )  # fmt: skip
+        is_mixed = is_first & (is_run == 0)
+        for number in range(tl.where(tl.max(is_mixed.to(tl.int32), 0) > 0, group, 0)):
+            token = first + number
+            is_token = is_mixed & (token < num_tokens)
+            request = tl.load(request_ids + token, mask=is_token, other=-1)
+            position = tl.load(positions + token, mask=is_token, other=-1)
+            _store_ends(
+                token, (position >= 0) & (position % RATIO == RATIO - 1), request, position, rows, values, stride, table, pages,
+                scales, ropes, batch, num_rows, columns, num_pages, RATIO, PAGE_BYTES, ENTRIES, DATA_BYTES,
                 SCALE_PAGE_BYTES, SCALES_AT, SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS,
-                SPAN, NUM_SCALES, ROPE_SPAN,
-                LARGEST, LEAST, WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
+                SCALES, NUM_SCALES, LARGEST, LEAST, WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
             )  # fmt: skip
-            is_end = is_end & (in_group != at[:, None])
 
 
 # What a gather reads.
@@ -412,12 +454,12 @@ def _ring_place(row, position, is_wanted, ring_positions, RING: tl.constexpr):
     """Where positions of a row lie in its ring, and whether they are there."""
     row = tl.where(is_wanted, row, 0)
     is_wanted = (row > 0) & (position >= 0)
-    place = row * RING + position % RING
-    return place, is_wanted & (tl.load(ring_positions + place, mask=is_wanted, other=-1) == position)
+    page = row * RING + (position.to(tl.uint32) % RING).to(tl.int32)
+    return page, is_wanted & (tl.load(ring_positions + page, mask=is_wanted, other=-1) == position)
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "batch", "num_rows", "columns", "num_pages", "width", "num_chunks"],
+    do_not_specialize=["num_tokens", "batch", "num_rows", "columns", "num_pages", "width", "num_chunks", "tiles"],
     do_not_specialize_on_alignment=[
         *("rows", "request_ids", "positions", "chosen", "table"),
         *("scales", "ring_positions", "mask_out", "lens"),
@@ -425,17 +467,17 @@ def _ring_place(row, position, is_wanted, ring_positions, RING: tl.constexpr):
 )
 def _gather(
     rows, request_ids, positions, chosen, table, pages, scales, ropes, ring_positions, chunk, stride,
-    out, mask_out, lens, num_tokens, batch, num_rows, columns, num_pages, width, num_chunks,
+    out, mask_out, lens, num_tokens, batch, num_rows, columns, num_pages, width, num_chunks, tiles,
     WHAT: tl.constexpr, RATIO: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr, SCAN: tl.constexpr,
-    TILES: tl.constexpr, ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
     PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_PAGE_BYTES: tl.constexpr,
     SCALES_AT: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, NUM_SCALES: tl.constexpr,
-    ROPE_SPAN: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SCALES: tl.constexpr, NUM_SCALES: tl.constexpr,
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
     SCALE_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
-    # A program fills TILES × ROWS places of one token, or of one request: `whose`.
+    # A program fills tiles × ROWS places of one token, or of one request: `whose`.
     whose = tl.program_id(0) // num_chunks
     chunk_at = tl.program_id(0) % num_chunks
     is_first = chunk_at == 0
@@ -459,56 +501,60 @@ def _gather(
         before = tl.where(row > 0, tl.minimum(start, WINDOW - 1), 0)
         if is_first:
             tl.store(lens + whose, before + number)
-    for tile in range(TILES):
-        at = (chunk_at * TILES + tile) * ROWS + tl.arange(0, ROWS)
+    for tile in range(tiles):
+        begin = (chunk_at * tiles + tile) * ROWS
+        at = begin + tl.arange(0, ROWS)
         is_at = at < width
         to = whose.to(tl.int64) * width + at
         if WHAT == _CHOSEN:
             entry = tl.load(chosen + to, mask=is_at, other=-1).to(tl.int64)
             is_visible = is_at & (entry < (position + 1) // RATIO)
             of = tl.where(is_visible, row, 0)
-            place, is_read = _place_of(of, entry, table, columns, num_pages, ENTRIES)
+            page, in_page, is_read = _place_of(of, entry, table, columns, num_pages, ENTRIES)
             tl.store(mask_out + to, is_read.to(tl.uint8), mask=is_at)
         elif WHAT == _ALL:
             of = tl.where(is_at & (at < visible), row, 0)
-            place, is_read = _place_of(of, at, table, columns, num_pages, ENTRIES)
+            page, in_page, is_read = _place_of(of, at, table, columns, num_pages, ENTRIES)
         elif WHAT == _WINDOWS:
             wanted = position + 1 - visible + at
-            place, is_read = _ring_place(row, wanted, at < visible, ring_positions, RING)
-        else:
-            place, is_read = _ring_place(row, start - before + at, at < before, ring_positions, RING)
-        flat, rope = _load_entries(
-            place, is_read, pages, scales, ropes, PAGE_BYTES, ENTRIES, DATA_BYTES, SCALE_PAGE_BYTES,
-            SCALES_AT, SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS, SPAN, NUM_SCALES,
-            ROPE_SPAN, WIDTH,
-            SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
-        )  # fmt: skip
+            page, is_read = _ring_place(row, wanted, at < visible, ring_positions, RING)
+            in_page = tl.zeros((ROWS,), tl.int32)
         if WHAT == _CHUNK:
-            in_chunk = at - before
-            is_new = (in_chunk >= 0) & (in_chunk < number)
-            new_flat, new_rope = _take(
-                first + in_chunk, is_new, chunk, stride, FLAT, ROPE, BLOCK, BLOCKS, SPAN, ROPE_SPAN,
-                IS_SPELLED,
+            x = tl.zeros((ROWS, BLOCKS, BLOCK), tl.float32)
+            if begin < before:
+                page, is_read = _ring_place(row, start - before + at, at < before, ring_positions, RING)
+                x = _load_entries(
+                    page, tl.zeros((ROWS,), tl.int32), is_read, pages, scales, ropes, PAGE_BYTES, DATA_BYTES,
+                    SCALE_PAGE_BYTES, SCALES_AT, SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK,
+                    BLOCKS, SCALES, NUM_SCALES, WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
+                )  # fmt: skip
+            if begin + ROWS > before:
+                in_chunk = at - before
+                is_new = (in_chunk >= 0) & (in_chunk < number)
+                new = _take(
+                    first + in_chunk, is_new, chunk, stride, FLAT, ROPE, BLOCK, BLOCKS, IS_SPELLED
+                )
+                new = _as_read(
+                    new, pages, ropes, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS, SCALES, LARGEST, LEAST,
+                    IS_SPELLED,
+                )
+                x = tl.where(is_new[:, None, None], new, x)
+        else:
+            x = _load_entries(
+                page, in_page, is_read, pages, scales, ropes, PAGE_BYTES, DATA_BYTES, SCALE_PAGE_BYTES,
+                SCALES_AT, SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS, SCALES, NUM_SCALES,
+                WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
             )  # fmt: skip
-            # As it would be read back.
-            if FORMAT == _IS_PLAIN:
-                new_flat = wide(_narrow(new_flat, pages.dtype.element_ty, IS_SPELLED), IS_SPELLED)
-            else:
-                codes, kept = _encode(new_flat, FORMAT, SCALE, LARGEST, LEAST, IS_SPELLED)
-                new_flat = _from_fp4(codes) if FORMAT == _IS_FP4 else _from_fp8(codes, IS_SPELLED)
-                new_flat = new_flat * _kept_scale(kept, SCALE)[:, :, None]
-            new_rope = wide(_narrow(new_rope, ropes.dtype.element_ty, IS_SPELLED), IS_SPELLED)
-            flat = tl.where(is_new[:, None, None], new_flat, flat)
-            rope = tl.where(is_new[:, None], new_rope, rope)
-        _put(to, is_at, flat, rope, out, FLAT, ROPE, BLOCK, BLOCKS, SPAN, ROPE_SPAN, IS_SPELLED)
+        _put(to, is_at, x, out, FLAT, ROPE, BLOCK, BLOCKS, IS_SPELLED)
 
 
 _FORMATS = {"float8_e4m3fn": _IS_FP8, "float4_e2m1fn_x2": _IS_FP4}
 _SCALES = {None: _NO_SCALE, "float8_e8m0fnu": _EXPONENT, "float32": _FLOAT}
-_PROGRAM_NUMBERS = 2048  # that a program moves, 16 a thread
-_NUM_WARPS = 4
+_PROGRAM_NUMBERS = 4096  # that a program moves together
+_STORE_WARPS, _GATHER_WARPS = 1, 4  # rows that are as many as threads are looked up once each
+_BLOCK = 32  # numbers, where scales do not say how many
 _SCAN = 1024  # tokens of a batch that a program looks at together
-_TILES, _MANY_ENTRIES = 8, 65_536
+_MANY_TILES, _MOST_TILES = 4096, 32
 _FEW_TOKENS = 2048  # up to here they are written one by one
 
 
@@ -560,13 +606,15 @@ def _typed(
 
 def _constants(codec: Codec, stored: _Stored, is_spelled: bool) -> dict[str, Any]:
     is_plain = codec.scale_dtype is None
-    block = min(codec.block, 64) if is_plain else codec.block
     scale_bytes = 4 if codec.scale_dtype == "float32" else 1
-    num_blocks = max(triton.cdiv(codec.flat_dim, block), codec.scale_bytes // scale_bytes)
-    blocks, span = triton.next_power_of_2(num_blocks), triton.next_power_of_2(block)
+    # Numbers that have no scale, or one for all, are dealt out in blocks as well.
+    is_one = codec.scale_bytes == scale_bytes
+    block = min(triton.next_power_of_2(codec.dim), _BLOCK) if is_plain or is_one else codec.block
+    num_scales = codec.scale_bytes // scale_bytes
+    blocks = triton.next_power_of_2(max(triton.cdiv(codec.dim, block), num_scales))
     rope_bytes = codec.rope_dim * getattr(torch, codec.rope_dtype).itemsize
     return {
-        "ROWS": max(1, _PROGRAM_NUMBERS // (blocks * span)),
+        "ROWS": max(1, _PROGRAM_NUMBERS // (blocks * block)),
         "PAGE_BYTES": stored.data.shape[1],
         "ENTRIES": stored.entries_per_page,
         "DATA_BYTES": codec.data_bytes,
@@ -580,9 +628,8 @@ def _constants(codec: Codec, stored: _Stored, is_spelled: bool) -> dict[str, Any
         "ROPE": codec.rope_dim,
         "BLOCK": block,
         "BLOCKS": blocks,
-        "SPAN": span,
+        "SCALES": 1 if is_one else blocks,
         "NUM_SCALES": codec.num_scales,
-        "ROPE_SPAN": triton.next_power_of_2(max(codec.rope_dim, 1)),
         "LARGEST": 0.0 if is_plain else codec.largest,
         "LEAST": 0.0 if is_plain else codec.least,
         "WIDTH": getattr(torch, codec.flat_dtype).itemsize if is_plain else 1,
@@ -610,12 +657,12 @@ def _launch_store(
     constants = _constants(codec, stored, spelled)
     given, stride = rows_and_stride(values)
     # A program for every few tokens; where there are many, of which most end no block, for as many ends.
-    group = 1 if ring or num_tokens <= _FEW_TOKENS else 1 << (ratio.bit_length() - 1)
+    group = 1 if ring or num_tokens <= _FEW_TOKENS else ratio
     _store[(triton.cdiv(num_tokens, constants["ROWS"] * group),)](
         tokens.rows, tokens.request_ids, tokens.positions, readable(given, spelled), stride, table,
-        *_typed(codec, stored, spelled), ring_positions, num_tokens, tokens.rows.shape[0], num_rows,
-        table.shape[1], stored.data.shape[0], RATIO=ratio, RING=ring, GROUP=group, **constants,
-        num_warps=_NUM_WARPS,
+        *_typed(codec, stored, spelled), ring_positions, num_tokens, group, tokens.rows.shape[0], num_rows,
+        table.shape[1], stored.data.shape[0], RATIO=ratio, RING=ring, **constants,
+        num_warps=_STORE_WARPS,
     )  # fmt: skip
 
 
@@ -661,18 +708,19 @@ def _launch_gather(
         return
     spelled = is_spelled(out.device)
     constants = _constants(codec, stored, spelled)
-    # Where tokens of a request are looked for, a program that has more to do looks less often.
-    is_search = what in (_ALL, _CHUNK)
-    tiles = _TILES if is_search and number * width > _MANY_ENTRIES else 1
-    num_chunks = max(1, triton.cdiv(width, constants["ROWS"] * tiles))
+    num_tiles = triton.cdiv(width, constants["ROWS"])
+    # Where tokens of a request have to be looked for, a program that has more to do looks less often.
+    is_search = what in (_ALL, _CHUNK) and tokens.positions.shape[0] > number
+    tiles = max(1, min(number * num_tiles // _MANY_TILES, _MOST_TILES)) if is_search else 1
+    num_chunks = max(1, triton.cdiv(num_tiles, tiles))
     given, stride = (out, 0) if chunk is None else rows_and_stride(chunk)
     _gather[(number * num_chunks,)](
         tokens.rows, tokens.request_ids, tokens.positions, table if chosen is None else chosen, table,
         *_typed(codec, stored, spelled), table, readable(given, spelled), stride,
         readable(out, spelled), stored.data if mask is None else mask.view(torch.uint8),
         tokens.rows if lens is None else lens, tokens.positions.shape[0], tokens.rows.shape[0], num_rows,
-        table.shape[1], stored.data.shape[0], width, num_chunks, WHAT=what.value, RATIO=ratio, RING=ring,
-        WINDOW=window, SCAN=_SCAN, TILES=tiles, **constants, num_warps=_NUM_WARPS,
+        table.shape[1], stored.data.shape[0], width, num_chunks, tiles, WHAT=what.value, RATIO=ratio,
+        RING=ring, WINDOW=window, SCAN=_SCAN, **constants, num_warps=_GATHER_WARPS,
     )  # fmt: skip
 
 

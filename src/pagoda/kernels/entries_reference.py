@@ -79,8 +79,9 @@ def _to_fp8(scaled: torch.Tensor) -> torch.Tensor:
 
 
 def _to_fp4(scaled: torch.Tensor) -> torch.Tensor:
-    """Two a byte, the first in its low half; to nearest, of two equally near the one with an even code."""
-    size = scaled.abs()
+    """Two a byte, the first in its low half; to nearest, of two equally near the one with an even code. NaN
+    becomes the largest."""
+    size = scaled.abs().nan_to_num(nan=6.0)
     codes = torch.zeros_like(scaled, dtype=torch.uint8)
     for middle, is_up in ((0.25, 0), (0.75, 1), (1.25, 0), (1.75, 1), (2.5, 0), (3.5, 1), (5.0, 0)):
         codes += ((size >= middle) if is_up else (size > middle)).byte()
