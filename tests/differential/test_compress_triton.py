@@ -147,7 +147,7 @@ def test_an_entry_is_a_softmax_over_the_tokens_of_its_blocks(
                 turns = torch.complex(rotary[0][token], rotary[1][token])
                 pairs_of = expected[token, dim - 2 * half_rope :].view(-1, 2)
                 expected[token, dim - 2 * half_rope :] = torch.view_as_real(
-                    torch.view_as_complex(pairs_of.contiguous()) * turns
+                    torch.view_as_complex(pairs_of.clone()) * turns
                 ).flatten()
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
 

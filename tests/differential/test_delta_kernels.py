@@ -1,5 +1,6 @@
 """The Triton kernels of deltas against plain numpy and the torch reference, bit for bit."""
 
+import math
 import os
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagoda.kernels import reference
+from pagoda.kernels import Regions, reference
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
     fused = pytest.importorskip("pagoda.kernels.fused", reason="needs triton")
@@ -82,20 +83,60 @@ def test_table_writes_agree(data: st.DataObject):
 @CASES
 @given(
     offset=st.integers(0, 5),
-    begin=st.integers(0, 30),
-    n=st.sampled_from([1, 2, 255, 256, 257, 600]),
+    size=st.integers(2, 40),
     value=st.integers(-(2**31), 2**31 - 1),
-    is_before=st.booleans(),
+    data=st.data(),
 )
-def test_fill_entries_agrees_and_writes_nothing_else(
-    offset: int, begin: int, n: int, value: int, is_before: bool
-):
-    """A run and one entry outside of it, in the middle of a larger tensor."""
-    at = begin - 1 if is_before and begin else begin + n
-    expected = list(range(offset + begin + n + 9))
-    expected[offset + begin : offset + begin + n] = [value] * n
-    expected[offset + at] = -7
+def test_two_entries_are_set_and_nothing_else(offset: int, size: int, value: int, data: st.DataObject):
+    at, other_at = data.draw(st.permutations(range(size)))[:2]
+    expected = list(range(offset + size + 3))
+    expected[offset + at], expected[offset + other_at] = value, -7
     for kernels, device in ((fused, DEVICE), (reference, "cpu")):
         whole = torch.arange(len(expected), dtype=torch.int32, device=device)
-        kernels.fill_entries(whole[offset:], begin, n, value, at, -7)
+        kernels.set_entries(whole[offset:], at, value, other_at, -7)
         assert whole.tolist() == expected, kernels.__name__
+
+
+VALUES = {
+    torch.uint8: [0, 255],
+    torch.int32: [-1, 7],
+    torch.int64: [-(2**40) - 3, 5],
+    torch.float16: [0.0, -2.5],
+    torch.float32: [-math.inf, 1.25],
+}
+
+
+@CASES
+@given(
+    parts=st.lists(
+        st.sampled_from(list(VALUES)).flatmap(
+            lambda dtype: st.tuples(
+                st.just(dtype),
+                st.sampled_from(VALUES[dtype]),
+                st.sampled_from([(), (0,), (1,), (3,), (2, 4), (16,), (5, 7), (1024,), (3000,)]),
+                st.integers(0, 3),
+            )
+        ),
+        max_size=5,
+    ),
+    num_rows=st.integers(1, 4),
+    data=st.data(),
+)
+def test_a_row_of_all_tensors_is_filled_and_nothing_else(
+    parts: list[tuple[torch.dtype, float, tuple[int, ...], int]], num_rows: int, data: st.DataObject
+):
+    """Rows of any size, which begin anywhere, in the middle of a larger tensor."""
+    row = data.draw(st.integers(0, num_rows - 1))
+    for kernels, device in ((fused, DEVICE), (reference, "cpu")):
+        wholes, rows, expected = [], [], []
+        for dtype, value, shape, offset in parts:
+            row_size = math.prod(shape)
+            whole = torch.arange(offset + num_rows * row_size + 3, device=device).remainder(100).to(dtype)
+            begin = offset + row * row_size
+            wanted = whole.tolist()
+            wanted[begin : begin + row_size] = [value] * row_size
+            wholes.append(whole)
+            expected.append(wanted)
+            rows.append((whole[offset : offset + num_rows * row_size].view(num_rows, *shape), value))
+        kernels.fill_rows(Regions.of(rows, torch.device(device)), row)
+        assert [whole.tolist() for whole in wholes] == expected, kernels.__name__

@@ -159,7 +159,7 @@ class Hybrid(RuleBasedStateMachine):
         is_new = self.taken[row][layer] == len(held)
         if not is_new or len(held) == MAX_BLOCKS or not self.free_blocks(name):
             return
-        write, failed = kernels.fill_entries, []
+        write, failed = kernels.set_entries, []
 
         def fail(*args: Any) -> None:
             if failed:
@@ -170,7 +170,7 @@ class Hybrid(RuleBasedStateMachine):
             raise KeyboardInterrupt
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels, "fill_entries", fail)
+            patch.setattr(kernels, "set_entries", fail)
             self.fails(KeyboardInterrupt, lambda: self.manager.allocate_block(layer, row))
         assert failed
 
@@ -244,9 +244,10 @@ def test_rows_and_blocks(device: str) -> None:
 
 class LeavesStates(KVCacheManager):
     def release_request(self, slot: int) -> None:
-        states, self._states = self._states, []
+        tables = [row for group in self._groups for row in group.rows()]
+        regions, self._regions = self._regions, kernels.Regions.of(tables, self.device)
         super().release_request(slot)
-        self._states = states
+        self._regions = regions
 
 
 class LeavesTables(KVCacheManager):

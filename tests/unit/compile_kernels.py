@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction
 from differential.entry_layouts import ENTRIES
 from pagoda.kernels import compress_fused, entries_fused, fused, gather_fused, views_fused
 from pagoda.kernels.entries import Codec, Ring, Tokens
+from pagoda.kernels.regions import Regions
 from pagoda.kernels.views_reference import ViewBuffers, ViewSpec
 
 CAPABILITY = int(sys.argv[1])
@@ -68,9 +69,12 @@ def pages() -> None:
     fused.unpack(ints(3), buffers, addresses, packed)
     fused.copy_pages(ints(3), ints(3), buffers, addresses)
     fused.write_entries(ints(20), 10, ints(40))
-    for begin, n, value in ((0, 1, -1), (3, 16, 1), (16, 1, 2**31 - 1)):  # any numbers, one kernel
-        fused._launch_fill.compiled.clear()
-        fused.fill_entries(ints(40)[begin % 3 :], begin, n, value, 20, 0)
+    for at, value in ((0, -1), (3, 1), (16, 2**31 - 1)):  # any numbers, one kernel
+        fused._launch_set.compiled.clear()
+        fused.set_entries(ints(40)[at % 3 :], at, value, 20, at)
+        fused._launch_rows.compiled.clear()
+        rows = [(torch.zeros(17, 4 + at), float("-inf")), (ints(17), -1)]
+        fused.fill_rows(Regions.of(rows, torch.device("cpu")), at)
     outs = [torch.zeros(3, 32, dtype=torch.uint8) for _ in range(4)]
     gather_fused.gather(ints(3), buffers, addresses, 16, outs, addresses)
 

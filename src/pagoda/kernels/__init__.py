@@ -19,14 +19,17 @@ import torch
 from pagoda.errors import ConfigError
 from pagoda.kernels import reference
 from pagoda.kernels.reference import FP8_DTYPES
+from pagoda.kernels.regions import Regions
 
 __all__ = [
     "FP8_DTYPES",
+    "Regions",
     "copy_pages",
-    "fill_entries",
+    "fill_rows",
     "on_device",
     "pack",
     "pick",
+    "set_entries",
     "store",
     "unpack",
     "write_entries",
@@ -125,11 +128,17 @@ def write_entries(packed: torch.Tensor, num_writes: int, table: torch.Tensor) ->
         _for(table).write_entries(packed, num_writes, table)
 
 
-def fill_entries(table: torch.Tensor, begin: int, n: int, value: int, at: int, other: int) -> None:
-    """Set entries [begin, begin + n) of a flat table to `value`, and entry `at` to `other`, in one launch
-    that carries all of it: nothing is sent.
+def fill_rows(regions: Regions, row: int) -> None:
+    """Fill row `row` of each tensor with its value, in one launch that carries all of it: nothing is sent."""
+    with on_device(regions.table.device):
+        _for(regions.table).fill_rows(regions, row)
 
-    table: [entries] int32, contiguous. n is at least 1; places are in the table, and `at` is not in the run.
+
+def set_entries(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> None:
+    """Set entry `at` of a flat table to `value` and entry `other_at` to `other`, in one launch that carries
+    all of it: nothing is sent.
+
+    table: [entries] int32, contiguous. Places are in the table.
     """
     with on_device(table.device):
-        _for(table).fill_entries(table, begin, n, value, at, other)
+        _for(table).set_entries(table, at, value, other_at, other)

@@ -3,8 +3,9 @@
 In: tokens of a batch, their values, the bytes of pools; out: bytes, or the caller's tensors, filled. How the
 numbers of an entry become bytes is a `Codec`, read off its layout. A torch reference (`entries_reference`)
 says what is right and serves the CPU, a Triton kernel (`entries_fused`) serves CUDA; this module picks one.
-Both agree bit for bit. Nothing is made and nothing waits, so that every call can be captured once one of its
-size before has compiled it. Ids out of range, which a kernel cannot raise for, are neither read nor written.
+Both agree bit for bit. Nothing is made and nothing waits, so that every call can be captured once one like
+it, of a token a request or of more, has compiled it. Ids out of range, which a kernel cannot raise for, are
+neither read nor written.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ __all__ = [
 _IS_PLAIN = tl.constexpr(0)
 _IS_FP8 = tl.constexpr(1)
 _IS_FP4 = tl.constexpr(2)
-# Numbers that a thread moves side by side: 16 bytes of the wide side, so that none changes its thread between.
+# Numbers that a thread moves side by side: 16 bytes of bfloat16, so that none changes its thread on the way.
 _STEP = tl.constexpr(8)
 # What scales are.
 _NO_SCALE = tl.constexpr(0)
@@ -95,11 +95,11 @@ def _from_fp4(pairs, IS_HIGH: tl.constexpr):
 
 @triton.jit
 def _to_fp4(x):
-    """Codes, of which the low four bits count, as uint32: to nearest, of two equally near the even one. What is
-    larger than all, and NaN, becomes the largest."""
+    """Codes, of which the low four bits count, as uint32: to nearest, of two equally near the even one. What
+    is larger than all, and NaN, becomes the largest."""
     size = tl.minimum(tl.abs(x), 6.0)
-    # Next to 2^22 times the power of two below, a digit is worth a step. So the sum ends in the number of steps,
-    # and begins with the exponent, which counts for two of them; the 3 makes all exponents begin at 0.
+    # Next to 2^22 times the power of two below, the last digit is worth a step. So the sum ends in the number
+    # of steps, and begins with the exponent, which counts for two; the 3 makes exponents begin at 0.
     power = tl.maximum((size.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 1.0)
     steps = (size + power * 4194307.0).to(tl.uint32, bitcast=True)
     return steps + (steps >> 22) + tl.where(x < 0, 8, 0).to(tl.uint32)
@@ -141,7 +141,7 @@ def _encode(
     x, FORMAT: tl.constexpr, SCALE: tl.constexpr, SCALES: tl.constexpr, LARGEST: tl.constexpr,
     LEAST: tl.constexpr, IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
-    """Numbers, [ROWS, BLOCKS, BLOCK] float32, as codes of the flat format, and scales to keep, [ROWS, SCALES].
+    """Numbers, [ROWS, BLOCKS, BLOCK] float32, as codes of the flat format, and scales, [ROWS, SCALES].
 
     Codes of fp8 are uint8, of fp4 uint32, one a number."""
     size = tl.abs(x)
@@ -165,9 +165,10 @@ def _encode(
 def _load_entries(
     page, at, is_read, pages, scales, ropes,
     PAGE_BYTES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_PAGE_BYTES: tl.constexpr,
-    SCALES_AT: tl.constexpr, SCALE_BYTES: tl.constexpr, ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SCALES: tl.constexpr, NUM_SCALES: tl.constexpr, WIDTH: tl.constexpr,
-    SCALE_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, IS_SPELLED: tl.constexpr,
+    SCALES_AT: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SCALES: tl.constexpr, NUM_SCALES: tl.constexpr,
+    WIDTH: tl.constexpr, SCALE_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
     """Numbers of entries of pages, [ROWS] both, as float32: [ROWS, BLOCKS, BLOCK]."""
     page = page.to(tl.int64)
@@ -229,7 +230,8 @@ def _take(
 def _store_at(
     page, at, is_written, x, pages, scales, ropes,
     PAGE_BYTES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_PAGE_BYTES: tl.constexpr,
-    SCALES_AT: tl.constexpr, SCALE_BYTES: tl.constexpr, ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
+    SCALES_AT: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SCALES: tl.constexpr, NUM_SCALES: tl.constexpr,
     LARGEST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
     SCALE_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, IS_SPELLED: tl.constexpr,
@@ -277,7 +279,9 @@ def _as_read(
     if FORMAT == _IS_PLAIN:
         flat = wide(_narrow(x, pages.dtype.element_ty, IS_SPELLED), IS_SPELLED)
     else:
-        codes, kept = _encode(tl.where(column < FLAT, x, 0.0), FORMAT, SCALE, SCALES, LARGEST, LEAST, IS_SPELLED)
+        codes, kept = _encode(
+            tl.where(column < FLAT, x, 0.0), FORMAT, SCALE, SCALES, LARGEST, LEAST, IS_SPELLED
+        )
         flat = _from_fp4(codes, False) if FORMAT == _IS_FP4 else _from_fp8(codes, IS_SPELLED)
         flat = flat * _kept_scale(kept, SCALE)[:, :, None]
     if ROPE > 0:
@@ -316,8 +320,7 @@ def _place_of(row, entry, table, columns, num_pages, ENTRIES: tl.constexpr):
 @triton.jit
 def _store_ends(
     token, is_end, request, position, rows, values, stride, table, pages, scales, ropes, batch, num_rows,
-    columns, num_pages,
-    RATIO: tl.constexpr,
+    columns, num_pages, RATIO: tl.constexpr,
     PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_PAGE_BYTES: tl.constexpr,
     SCALES_AT: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
@@ -333,8 +336,8 @@ def _store_ends(
     page, at, is_written = _place_of(row, entry, table, columns, num_pages, ENTRIES)
     _store_at(
         page, at, is_written, x, pages, scales, ropes, PAGE_BYTES, DATA_BYTES, SCALE_PAGE_BYTES, SCALES_AT,
-        SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS, SCALES, NUM_SCALES, LARGEST, LEAST, WIDTH,
-        SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
+        SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS, SCALES, NUM_SCALES, LARGEST, LEAST,
+        WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
     )  # fmt: skip
 
 
@@ -376,7 +379,8 @@ def _store(
         last = first + group - 1
         last_request = tl.load(request_ids + last, mask=last < num_tokens, other=-1)
         last_position = tl.load(positions + last, mask=last < num_tokens, other=-1)
-        is_run = (position >= 0) & (last_request == request) & (last_position == position + group - 1)
+        is_run = (request >= 0) & (position >= 0)  # padding may stand at both ends
+        is_run = is_run & (last_request == request) & (last_position == position + group - 1)
         at = RATIO - 1 - (position.to(tl.uint32) % RATIO).to(tl.int32)
         _store_ends(
             first + at, is_run & (at < group), request, position + at, rows, values, stride, table, pages,
@@ -390,9 +394,10 @@ def _store(
             is_token = is_mixed & (token < num_tokens)
             request = tl.load(request_ids + token, mask=is_token, other=-1)
             position = tl.load(positions + token, mask=is_token, other=-1)
+            is_end = (position >= 0) & (position % RATIO == RATIO - 1)
             _store_ends(
-                token, (position >= 0) & (position % RATIO == RATIO - 1), request, position, rows, values, stride, table, pages,
-                scales, ropes, batch, num_rows, columns, num_pages, RATIO, PAGE_BYTES, ENTRIES, DATA_BYTES,
+                token, is_end, request, position, rows, values, stride, table, pages, scales, ropes, batch,
+                num_rows, columns, num_pages, RATIO, PAGE_BYTES, ENTRIES, DATA_BYTES,
                 SCALE_PAGE_BYTES, SCALES_AT, SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS,
                 SCALES, NUM_SCALES, LARGEST, LEAST, WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
             )  # fmt: skip
@@ -459,7 +464,10 @@ def _ring_place(row, position, is_wanted, ring_positions, RING: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "batch", "num_rows", "columns", "num_pages", "width", "num_chunks", "tiles"],
+    do_not_specialize=[
+        *("num_tokens", "batch", "num_rows", "columns"),
+        *("num_pages", "width", "num_chunks", "tiles"),
+    ],
     do_not_specialize_on_alignment=[
         *("rows", "request_ids", "positions", "chosen", "table"),
         *("scales", "ring_positions", "mask_out", "lens"),
@@ -468,8 +476,8 @@ def _ring_place(row, position, is_wanted, ring_positions, RING: tl.constexpr):
 def _gather(
     rows, request_ids, positions, chosen, table, pages, scales, ropes, ring_positions, chunk, stride,
     out, mask_out, lens, num_tokens, batch, num_rows, columns, num_pages, width, num_chunks, tiles,
-    WHAT: tl.constexpr, RATIO: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr, SCAN: tl.constexpr,
-    ROWS: tl.constexpr,
+    WHAT: tl.constexpr, IS_SEARCH: tl.constexpr, RATIO: tl.constexpr, RING: tl.constexpr,
+    WINDOW: tl.constexpr, SCAN: tl.constexpr, ROWS: tl.constexpr,
     PAGE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_PAGE_BYTES: tl.constexpr,
     SCALES_AT: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, FLAT: tl.constexpr, ROPE: tl.constexpr,
@@ -501,7 +509,7 @@ def _gather(
         before = tl.where(row > 0, tl.minimum(start, WINDOW - 1), 0)
         if is_first:
             tl.store(lens + whose, before + number)
-    for tile in range(tiles):
+    for tile in range(tiles if IS_SEARCH else 1):
         begin = (chunk_at * tiles + tile) * ROWS
         at = begin + tl.arange(0, ROWS)
         is_at = at < width
@@ -531,13 +539,11 @@ def _gather(
             if begin + ROWS > before:
                 in_chunk = at - before
                 is_new = (in_chunk >= 0) & (in_chunk < number)
-                new = _take(
-                    first + in_chunk, is_new, chunk, stride, FLAT, ROPE, BLOCK, BLOCKS, IS_SPELLED
-                )
+                new = _take(first + in_chunk, is_new, chunk, stride, FLAT, ROPE, BLOCK, BLOCKS, IS_SPELLED)
                 new = _as_read(
                     new, pages, ropes, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS, SCALES, LARGEST, LEAST,
                     IS_SPELLED,
-                )
+                )  # fmt: skip
                 x = tl.where(is_new[:, None, None], new, x)
         else:
             x = _load_entries(
@@ -550,11 +556,11 @@ def _gather(
 
 _FORMATS = {"float8_e4m3fn": _IS_FP8, "float4_e2m1fn_x2": _IS_FP4}
 _SCALES = {None: _NO_SCALE, "float8_e8m0fnu": _EXPONENT, "float32": _FLOAT}
-_PROGRAM_NUMBERS = 4096  # that a program moves together
+_PROGRAM_NUMBERS, _SEARCH_NUMBERS = 4096, 8192  # that a program moves together
 _STORE_WARPS, _GATHER_WARPS = 1, 4  # rows that are as many as threads are looked up once each
 _BLOCK = 32  # numbers, where scales do not say how many
 _SCAN = 1024  # tokens of a batch that a program looks at together
-_MANY_TILES, _MOST_TILES = 4096, 32
+_MANY_TILES, _MOST_TILES = 2048, 8
 _FEW_TOKENS = 2048  # up to here they are written one by one
 
 
@@ -604,7 +610,7 @@ def _typed(
     return readable(flat, is_spelled), scales, readable(ropes, is_spelled)
 
 
-def _constants(codec: Codec, stored: _Stored, is_spelled: bool) -> dict[str, Any]:
+def _constants(codec: Codec, stored: _Stored, is_spelled: bool, numbers: int) -> dict[str, Any]:
     is_plain = codec.scale_dtype is None
     scale_bytes = 4 if codec.scale_dtype == "float32" else 1
     # Numbers that have no scale, or one for all, are dealt out in blocks as well.
@@ -614,7 +620,7 @@ def _constants(codec: Codec, stored: _Stored, is_spelled: bool) -> dict[str, Any
     blocks = triton.next_power_of_2(max(triton.cdiv(codec.dim, block), num_scales))
     rope_bytes = codec.rope_dim * getattr(torch, codec.rope_dtype).itemsize
     return {
-        "ROWS": max(1, _PROGRAM_NUMBERS // (blocks * block)),
+        "ROWS": max(1, numbers // (blocks * block)),
         "PAGE_BYTES": stored.data.shape[1],
         "ENTRIES": stored.entries_per_page,
         "DATA_BYTES": codec.data_bytes,
@@ -654,7 +660,7 @@ def _launch_store(
     if num_tokens == 0:
         return
     spelled = is_spelled(values.device)
-    constants = _constants(codec, stored, spelled)
+    constants = _constants(codec, stored, spelled, _PROGRAM_NUMBERS)
     given, stride = rows_and_stride(values)
     # A program for every few tokens; where there are many, of which most end no block, for as many ends.
     group = 1 if ring or num_tokens <= _FEW_TOKENS else ratio
@@ -707,10 +713,10 @@ def _launch_gather(
     if number == 0 or (width == 0 and lens is None):
         return
     spelled = is_spelled(out.device)
-    constants = _constants(codec, stored, spelled)
-    num_tiles = triton.cdiv(width, constants["ROWS"])
     # Where tokens of a request have to be looked for, a program that has more to do looks less often.
     is_search = what in (_ALL, _CHUNK) and tokens.positions.shape[0] > number
+    constants = _constants(codec, stored, spelled, _SEARCH_NUMBERS if is_search else _PROGRAM_NUMBERS)
+    num_tiles = triton.cdiv(width, constants["ROWS"])
     tiles = max(1, min(number * num_tiles // _MANY_TILES, _MOST_TILES)) if is_search else 1
     num_chunks = max(1, triton.cdiv(num_tiles, tiles))
     given, stride = (out, 0) if chunk is None else rows_and_stride(chunk)
@@ -719,8 +725,8 @@ def _launch_gather(
         *_typed(codec, stored, spelled), table, readable(given, spelled), stride,
         readable(out, spelled), stored.data if mask is None else mask.view(torch.uint8),
         tokens.rows if lens is None else lens, tokens.positions.shape[0], tokens.rows.shape[0], num_rows,
-        table.shape[1], stored.data.shape[0], width, num_chunks, tiles, WHAT=what.value, RATIO=ratio,
-        RING=ring, WINDOW=window, SCAN=_SCAN, **constants, num_warps=_GATHER_WARPS,
+        table.shape[1], stored.data.shape[0], width, num_chunks, tiles, WHAT=what.value, IS_SEARCH=is_search,
+        RATIO=ratio, RING=ring, WINDOW=window, SCAN=_SCAN, **constants, num_warps=_GATHER_WARPS,
     )  # fmt: skip
 
 

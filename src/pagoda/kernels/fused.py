@@ -12,8 +12,18 @@ import triton.language as tl
 
 from pagoda.kernels.launch import Launch
 from pagoda.kernels.reference import FP8_DTYPES
+from pagoda.kernels.regions import Regions
 
-__all__ = ["copy_pages", "fill_entries", "pack", "rounded", "store", "unpack", "write_entries"]
+__all__ = [
+    "copy_pages",
+    "fill_rows",
+    "pack",
+    "rounded",
+    "set_entries",
+    "store",
+    "unpack",
+    "write_entries",
+]
 
 
 @triton.jit
@@ -398,19 +408,42 @@ def write_entries(packed: torch.Tensor, num_writes: int, table: torch.Tensor) ->
         _launch_writes(grid, packed, table, num_writes, table.shape[0], constants=(_BLOCK_OF_WRITES,))
 
 
-@triton.jit(
-    do_not_specialize=["begin", "n", "value", "at", "other"], do_not_specialize_on_alignment=["table"]
-)
-def _fill_entries(table, begin, n, value, at, other, BLOCK: tl.constexpr):
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(table + begin + entry, value + tl.zeros((BLOCK,), tl.int32), mask=entry < n)
-    if tl.program_id(0) == 0:
-        tl.store(table + at, other)
+@triton.jit(do_not_specialize=["at", "value", "other_at", "other"], do_not_specialize_on_alignment=["table"])
+def _set_entries(table, at, value, other_at, other):
+    tl.store(table + at, value)
+    tl.store(table + other_at, other)
 
 
-_launch_fill = Launch(_fill_entries)
+_launch_set = Launch(_set_entries, num_warps=1)
 
 
-def fill_entries(table: torch.Tensor, begin: int, n: int, value: int, at: int, other: int) -> None:
-    grid = (-(-n // _BLOCK_OF_WRITES), 1, 1)
-    _launch_fill(grid, table, begin, n, value, at, other, constants=(_BLOCK_OF_WRITES,))
+def set_entries(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> None:
+    _launch_set((1, 1, 1), table, at, value, other_at, other)
+
+
+@triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["regions"])
+def _fill_rows(regions, row, BLOCK: tl.constexpr):
+    # Axis 1 of the programs is the tensor; those of axis 0 share its row.
+    region = regions + 3 * tl.program_id(1)
+    num_bytes, value = tl.load(region + 1), tl.load(region + 2)
+    begin = tl.load(region) + row * num_bytes
+    if (begin % 16 == 0) & (num_bytes % 16 == 0):
+        to = tl.multiple_of(begin.to(tl.pointer_type(tl.int64)), 16)
+        for first in range(tl.program_id(0) * BLOCK, num_bytes // 8, tl.num_programs(0) * BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            tl.store(to + at, value + tl.zeros((BLOCK,), tl.int64), mask=at < num_bytes // 8)
+    else:
+        for first in range(tl.program_id(0) * BLOCK, num_bytes, tl.num_programs(0) * BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            byte = (value >> (8 * (at % 8))) & 255
+            tl.store(begin.to(tl.pointer_type(tl.uint8)) + at, byte.to(tl.uint8), mask=at < num_bytes)
+
+
+_launch_rows = Launch(_fill_rows)
+_BLOCK_OF_ROW, _MOST_PIECES = 1024, 32
+
+
+def fill_rows(regions: Regions, row: int) -> None:
+    pieces = min(-(-regions.most_bytes // (8 * _BLOCK_OF_ROW)), _MOST_PIECES)
+    if pieces:
+        _launch_rows((pieces, len(regions.rows), 1), regions.table, row, constants=(_BLOCK_OF_ROW,))

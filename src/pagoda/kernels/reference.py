@@ -6,7 +6,19 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-__all__ = ["FP8_DTYPES", "cast", "copy_pages", "fill_entries", "pack", "store", "unpack", "write_entries"]
+from pagoda.kernels.regions import Regions
+
+__all__ = [
+    "FP8_DTYPES",
+    "cast",
+    "copy_pages",
+    "fill_rows",
+    "pack",
+    "set_entries",
+    "store",
+    "unpack",
+    "write_entries",
+]
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -100,6 +112,11 @@ def write_entries(packed: torch.Tensor, num_writes: int, table: torch.Tensor) ->
     table[index[kept].long()] = values[kept]
 
 
-def fill_entries(table: torch.Tensor, begin: int, n: int, value: int, at: int, other: int) -> None:
-    table[begin : begin + n].fill_(value)
-    table[at].fill_(other)
+def fill_rows(regions: Regions, row: int) -> None:
+    for tensor, value in regions.rows:
+        tensor[row].fill_(value)
+
+
+def set_entries(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> None:
+    table[at] = value
+    table[other_at] = other

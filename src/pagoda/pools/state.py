@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from pagoda import kernels
 from pagoda.errors import ArgumentError, ConfigError, InvariantError
+from pagoda.kernels import Regions
 from pagoda.layout import StateGroup
 from pagoda.layout.numbers import count
 from pagoda.pools.arguments import (
@@ -81,6 +83,7 @@ class StatePool:
                 self.tensors[name] = buffers[name]
         self._staging = staging_of(self.device, staging)
         self._lock = threading.RLock()
+        self._regions = Regions.of(self.rows(), self.device)
         self._at = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
 
     @classmethod
@@ -114,10 +117,20 @@ class StatePool:
         at = layer_number(layer, self.num_layers)
         return {name: tensor[at] for name, tensor in self.tensors.items()}
 
+    def rows(self) -> list[tuple[torch.Tensor, float]]:
+        """Each part of each layer, [num_rows + 1, *shape], and what a reset sets. O(layers × parts)."""
+        with torch.inference_mode(False):  # also views that are made under it are written outside
+            return [
+                (tensor[layer], self.parts[name].initial)
+                for name, tensor in self.tensors.items()
+                for layer in range(self.num_layers)
+            ]
+
     def reset(self, rows: AnyIds) -> None:
         """Set the states of rows, in all layers, to what a new request begins with.
 
-        Cost: one launch a part. Rows on the host are checked, rows in a device tensor must be valid.
+        Cost: one launch for one row on the host, else one a part. Rows on the host are checked, rows in a
+        device tensor must be valid.
         Errors: ArgumentError, OutOfRangeError; CaptureError for host rows on CUDA.
         """
         if not is_unread(rows, self.device):
@@ -125,17 +138,13 @@ class StatePool:
             require_range(rows, 0, self.num_rows, "rows", "rows")
             if rows.size == 1:  # the usual case, a request that ends: nothing has to be sent
                 refuse_capture(self.device, "resetting rows that lie on the host")
-                self._fill(int(rows[0]))
+                with self._lock:
+                    kernels.fill_rows(self._regions, int(rows[0]))
                 return
         index = self._staging.send_ids(rows, "rows", 0, self.num_rows).long()
         with self._lock:
             for name, part in self.parts.items():
                 self.tensors[name].index_fill_(1, index, part.initial)
-
-    def _fill(self, row: int) -> None:
-        with self._lock:
-            for name, part in self.parts.items():
-                self.tensors[name][:, row].fill_(part.initial)
 
     def copy(self, source: AnyIds, target: AnyIds) -> None:
         """Copy the states of rows to other rows, in all layers.

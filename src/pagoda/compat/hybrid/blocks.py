@@ -85,13 +85,12 @@ class BlockTable:
     def _show(self, row: int, blocks: npt.NDArray[np.int32]) -> None:
         """Tell the device about the last blocks of a row and their number: a launch for each, usually one."""
         for n in range(int(self._shown[row]), blocks.size):
-            self._write(row, n, 1, int(blocks[n]), n + 1)
+            self._write(row, n, int(blocks[n]), n + 1)
             self._shown[row] = n + 1
 
-    def _write(self, row: int, begin: int, n: int, block: int, num_blocks: int) -> None:
-        """Set n places of a row's table, from `begin` on, and its length, in one launch."""
-        place = row * self.max_blocks + begin
-        kernels.fill_entries(self._flat, place, n, block, self._lens_begin + row, num_blocks)
+    def _write(self, row: int, n: int, block: int, num_blocks: int) -> None:
+        """Set place n of a row's table, and its length, in one launch."""
+        kernels.set_entries(self._flat, row * self.max_blocks + n, block, self._lens_begin + row, num_blocks)
 
     def _take_back(self, row: int, n: int) -> None:
         """Undo the growth of a row to n + 1 blocks, on the host for certain."""
@@ -103,18 +102,21 @@ class BlockTable:
         self.free.free(blocks[n:])
         self._shown[row] = min(int(self._shown[row]), n)
         with suppress(Exception):  # where this launch fails, the first one had failed too
-            self._write(row, n, 1, -1, n)
+            self._write(row, n, -1, n)
 
-    def clear(self, row: int) -> None:
-        """Forget a row on the device: −1 in its table, length 0. One launch.
+    def rows(self) -> list[tuple[torch.Tensor, float]]:
+        """What the device knows of rows, and what of a row without blocks. O(1)."""
+        return [(self.table, -1), (self.lens, 0)]
+
+    def forget(self, row: int) -> None:
+        """Take the device not to know about a row, whose part of `rows` the caller resets. O(1).
 
         The host's row stays, and is shown again by the next `take`; `release` comes after.
         """
         self._shown[row] = 0
-        self._write(row, 0, self.max_blocks, -1, 0)
 
     def release(self, row: int) -> None:
-        """Give back all blocks of a row, which was cleared. Cost: O(blocks of the row)."""
+        """Give back all blocks of a row, which was forgotten. Cost: O(blocks of the row)."""
         # Quarantined while they still stand in the table, and let go when no row is halfway out: wherever an
         # interrupt comes, no block has two owners, and the row's next release does what is left to do.
         blocks = self._host.pages(row)

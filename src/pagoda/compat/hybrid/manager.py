@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pagoda import kernels
 from pagoda.compat.hybrid.blocks import BlockTable
 from pagoda.compat.hybrid.budget import compute_block_budget, max_blocks
 from pagoda.compat.hybrid.config import DSV4Config, LayerSpec, read_schedule
@@ -76,6 +77,9 @@ class KVCacheManager:
         self._entries: list[EntryPool] = []
         self._groups: list[BlockTable] = []
         self._make_groups(budget)
+        rows = [row for states in self._states for row in states.rows()]
+        rows += [row for blocks in self._groups for row in blocks.rows()]
+        self._regions = kernels.Regions.of(rows, self.device)
         self.allocators = {
             layer: None if blocks is None else blocks.free for layer, blocks in self._blocks.items()
         }
@@ -150,16 +154,15 @@ class KVCacheManager:
         """Give back a row and all its blocks, and reset its state in all layers.
 
         Interrupted while it resets the state, it leaves the row held, to be released again. Cost: O(blocks of
-        the row) on the host, a launch for each part of a state of each kind of layer and one a group; no
-        synchronisation. Errors: NotHeldError, OutOfRangeError, ArgumentError; CaptureError.
+        the row) on the host, and one launch; no synchronisation. Errors: NotHeldError, OutOfRangeError,
+        ArgumentError; CaptureError.
         """
         refuse_capture(self.device, "release_request")
         with self._lock:
             row = self._held(slot, "slot")
             for blocks in self._groups:
-                blocks.clear(row)
-            for pool in self._states:
-                pool.reset(row)
+                blocks.forget(row)
+            kernels.fill_rows(self._regions, row)
             for taken in self._taken.values():
                 taken[row] = 0
             for blocks in self._groups:

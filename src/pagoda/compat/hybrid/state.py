@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pagoda import kernels
 from pagoda.compat.hybrid.schema import LayerCacheSchema
 from pagoda.errors import ArgumentError, ConfigError
 from pagoda.kernels.entries import Ring
@@ -79,6 +80,9 @@ class StateCachePool:
         self.schema, self.max_concurrent_requests, self.device = schema, pool.num_rows, pool.device
         self._pool, self._lock = pool, lock
         self._parts = parts = pool.layer(layer)
+        self._regions = kernels.Regions.of(
+            [(part, pool.parts[name].initial) for name, part in parts.items()], pool.device
+        )
         self.window, self.window_scales = parts["window"], parts.get("window_scales")
         self.positions = parts["positions"]
         self.main_values, self.main_scores = parts.get("main_values"), parts.get("main_scores")
@@ -87,14 +91,14 @@ class StateCachePool:
     def reset_slot(self, slot: int) -> None:
         """Give a row what a new request begins with: values 0, scores −inf, positions −1.
 
-        Cost: one launch a part, no synchronisation. Errors: OutOfRangeError, ArgumentError.
+        Cost: one launch, no synchronisation. Errors: OutOfRangeError, ArgumentError; CaptureError.
         """
         self._reset(self._slot(slot))
 
     def _reset(self, at: int) -> None:
-        with self._lock, torch.no_grad():
-            for name, tensor in self._parts.items():
-                tensor[at].fill_(self._pool.parts[name].initial)
+        refuse_capture(self.device, "resetting a row")
+        with self._lock:
+            kernels.fill_rows(self._regions, at)
 
     def snapshot(self, slot: int, length: int | None = None) -> StateSnapshot:
         """A copy of a request's state, exact, on the device; the caller's own.
