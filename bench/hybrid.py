@@ -13,8 +13,7 @@ import torch
 from bench.measure import graph_microseconds, save, table
 from bench.staging import host_microseconds
 from pagoda import AttentionType, DSV4Config, KVCacheManager, LayerSpec
-from pagoda.kernels import entries, entries_reference
-from pagoda.kernels.compress import compress, push
+from pagoda.kernels import compress, compress_reference, entries, entries_reference
 from pagoda.kernels.entries import Codec, Ring, Tokens
 from pagoda.layout.entries import compressed_fp8, index_keys
 
@@ -31,7 +30,7 @@ class Work(NamedTuple):
     name: str
     num_bytes: int
     call: Callable[[], None]
-    reference: Callable[[], None] | None
+    reference: Callable[[], None]
 
 
 def work(name: str, num_bytes: int, kernel: str, args: tuple[Any, ...]) -> Work:
@@ -162,14 +161,15 @@ def compressor(batch: Batch, ratio: int, channels: int) -> Work:
     angles = torch.rand(2, batch.total, 32, device="cuda")
     ends = batch.num_requests * ((batch.start + batch.num_tokens) // ratio - batch.start // ratio)
 
-    def call() -> None:
-        compress(batch.tokens, *given, ratio, *state, out, (weight, 1e-6), (angles[0], angles[1]))
-        push(batch.tokens, *given, *state)
+    def both(kernels: Any) -> None:
+        kernels.compress(batch.tokens, *given, ratio, *state, out, (weight, 1e-6), (angles[0], angles[1]))
+        kernels.push(batch.tokens, *given, *state)
 
+    calls = [functools.partial(both, each) for each in (compress, compress_reference)]
     kept = batch.num_requests * min(places, batch.num_tokens)
     # Each token is read once for each entry that it is part of, half of its channels where it is of two.
     moved = ends * ratio * channels * 8 + kept * channels * 16 + out.numel() * 4
-    return Work(f"compress and push, ratio {ratio}, {batch.total:,} tokens", moved, call, None)
+    return Work(f"compress and push, ratio {ratio}, {batch.total:,} tokens", moved, *calls)
 
 
 def _used_bytes(codec: Codec) -> int:
@@ -214,9 +214,7 @@ def measure(works: list[Callable[[], Work]], is_large: bool) -> list[Row]:
                 ("ours / copy speed" if is_large else "× the copy"): copy_us / us
                 if is_large
                 else us / copy_us,
-                "torch reference µs": ""
-                if work.reference is None
-                else reference_microseconds(work.reference),
+                "torch reference µs": reference_microseconds(work.reference),
             }
         )
         del work
