@@ -19,6 +19,14 @@ ENTRIES: dict[str, Entry] = {
     "float16": plain_entry(33, 7, "float16"),
     "fp8 keys": index_keys(128, "fp8"),
     "fp4 keys": index_keys(128, "fp4"),
+    "33 bytes and a scale": Entry(
+        "compressed", (Part("flat", (33,), "float8_e4m3fn"),), (Part("scale", (1,), "float8_e8m0fnu"),)
+    ),
+    "a scale for two": Entry(
+        "compressed",
+        (Part("flat", (8,), "float8_e4m3fn"), Part("rope", (2,), "bfloat16")),
+        (Part("scale", (4,), "float8_e8m0fnu"),),
+    ),
     "bfloat16 keys": index_keys(12, "bfloat16"),
     # Those of later models: 512 numbers in fp8 under four float32 scales, in fp4 under 32 exponents.
     "528 bytes": Entry(

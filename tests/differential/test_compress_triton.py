@@ -15,6 +15,7 @@ from pagoda.kernels.entries import Tokens
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
     compress_fused = pytest.importorskip("pagoda.kernels.compress_fused", reason="needs triton")
+    entries_fused = pytest.importorskip("pagoda.kernels.entries_fused", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(
@@ -25,10 +26,20 @@ CASES = settings(
 NUM_ROWS = 4
 
 
-@pytest.fixture(autouse=True, params=[2048, 0], ids=["small batches", "large batches"], scope="module")
+# As in production, and as large batches are treated, on small ones; entries take several steps.
+SIZES = {"small batches": (2048, 2, 16), "large batches": (0, 0, 8)}
+
+
+@pytest.fixture(autouse=True, params=SIZES.values(), ids=SIZES, scope="module")
 def sizes(request: pytest.FixtureRequest) -> Iterator[None]:
+    few, runs, numbers = request.param
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compress_fused, "_FEW_TOKENS", request.param)
+        patch.setattr(compress_fused, "FEW_TOKENS", few)
+        patch.setattr(entries_fused, "FEW_TOKENS", few)
+        patch.setattr(entries_fused, "_LONG_RUNS", runs)
+        for name in ("_FEW_NUMBERS", "_MANY_NUMBERS"):
+            patch.setattr(compress_fused, name, numbers)
+        patch.setattr(compress_fused, "_PUSH_BLOCK", 4)
         yield
 
 
@@ -179,3 +190,19 @@ def test_scores_that_are_all_masked_give_zeros():
     args = torch.ones(1, 8), torch.full((1, 8), -torch.inf), 1, *states, torch.full((1, 8), 77.0), None, None
     for left in both("compress", tokens, *args):
         assert left[-1].eq(0).all()
+
+
+@pytest.mark.parametrize("score", [-math.inf, -3.4e38, -1e9, -200.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("ratio", "at"), [(4, at) for at in range(4)] + [(8, at) for at in range(8)])
+def test_a_weight_of_zero_hides_any_value(score: float, value: float, ratio: int, at: int):
+    """Whichever token has it, in whichever step of the sum it comes, alone there or not."""
+    parts = ([1], [0] * ratio, range(ratio))
+    tokens = Tokens(*(torch.tensor(x, dtype=torch.int32) for x in parts))
+    values, scores = torch.ones(ratio, 4), torch.zeros(ratio, 4)
+    values[at], scores[at] = value, score
+    states = torch.zeros(2, ratio, 4), torch.zeros(2, ratio, 4)
+    expected = torch.zeros(ratio, 4)
+    expected[-1] = 1
+    for left in both("compress", tokens, values, scores, ratio, *states, torch.zeros(ratio, 4), None, None):
+        assert torch.equal(left[-1], expected)

@@ -24,14 +24,24 @@ CASES = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 # As in production, and as large batches are treated, on small ones.
-SIZES = {"small batches": (1024, 2048, 2048), "large batches": (4, 0, 1)}
+SIZES: dict[str, dict[str, int]] = {
+    "small batches": {},
+    "large batches": {
+        "FEW_TOKENS": 0,
+        "_LONG_RUNS": 0,
+        "_SCAN": 4,
+        "_PROGRAM_NUMBERS": 1024,
+        "_SEARCH_NUMBERS": 128,
+        "_MANY_TILES": 1,
+        "_MOST_TILES": 2,
+    },
+}
 
 
 @pytest.fixture(autouse=True, params=SIZES.values(), ids=SIZES, scope="module")
 def sizes(request: pytest.FixtureRequest) -> Iterator[None]:
-    names = ("_SCAN", "_FEW_TOKENS", "_MANY_TILES")
     with pytest.MonkeyPatch.context() as patch:
-        for name, size in zip(names, request.param, strict=True):
+        for name, size in request.param.items():
             patch.setattr(entries_fused, name, size)
         yield
 
@@ -223,16 +233,30 @@ def test_ends_of_blocks_are_written_to_pages(case: Case, ratio: int):
     assert torch.equal(left.pages[untouched], case.pages[untouched])
 
 
-def test_padding_at_both_ends_of_a_group_hides_no_block():
-    """Padding stands anywhere: these four tokens look like one request's from outside."""
+@pytest.mark.parametrize(
+    ("ids", "positions", "written"),
+    [
+        ([-1, 0, 0, -1], [8, 2, 3, 11], {0: 2}),  # padding that looks like one request's from outside
+        ([0] * 5, [3, 4, 5, 6, 7], {0: 0, 1: 4}),  # a group that is not full
+        ([0] * 4 + [-1], [4, 5, 6, 7, 0], {1: 3}),
+        ([0, 0, 1, 1, 1, 1], [6, 7, 0, 1, 2, 3], {1: 1, 2: 5}),  # groups of two requests
+        ([0, 1, 2, 3], [3, 3, 3, 3], {0: 0, 2: 1, 4: 2, 6: 3}),  # every token ends a block
+        ([0, -1, 1, 7, 1], [3, 3, -1, 3, 3], {0: 0, 2: 4}),
+    ],
+)
+def test_ends_of_blocks_in_groups_of_all_kinds(ids: list[int], positions: list[int], written: dict[int, int]):
+    """`written`: which token each entry comes from; requests have two each."""
     entry = ENTRIES["float32"]
-    codec, values = Codec.of(entry), torch.randn(4, 16)
-    ids, positions = [-1, 0, 0, -1], [8, 2, 3, 11]
-    tokens = Tokens(*(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([1], ids, positions)))
-    table = torch.tensor([[-1], [1]], dtype=torch.int32, device=DEVICE)
-    pages = torch.zeros(2, entry.page_bytes(1), dtype=torch.uint8, device=DEVICE)
-    entries_fused.store_entries(codec, tokens, values.to(DEVICE), 4, table, pages, 1)
-    assert torch.equal(pages.cpu().view(torch.float32), torch.stack([torch.zeros(16), values[2]]))
+    codec, values = Codec.of(entry), torch.randn(len(ids), 16)
+    parts = ([1, 2, 3, 4], ids, positions)
+    tokens = Tokens(*(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in parts))
+    table = torch.tensor([[-1], [1], [2], [3], [4]], dtype=torch.int32, device=DEVICE)
+    pages = torch.zeros(5, entry.page_bytes(2), dtype=torch.uint8, device=DEVICE)
+    entries_fused.store_entries(codec, tokens, values.to(DEVICE), 4, table, pages, 2)
+    expected = torch.zeros(8, 16)
+    for at, token in written.items():
+        expected[at] = values[token]
+    assert torch.equal(pages.cpu()[1:].view(torch.float32).view(8, 16), expected)
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.scales])
@@ -262,6 +286,10 @@ def test_numbers_that_are_none_become_the_same_bytes(name: str, dtype: torch.dty
         kernels.gather_all(codec, tokens, 1, table, pages, 24, out, lens)
         written.append((pages.cpu(), out.cpu()))
     (reference, read), (fused, fused_read) = written
+    if codec.flat_dtype == "float8_e4m3fn":  # a NaN may have a sign or none
+        for pages in (reference, fused):
+            numbers = pages[:, : 24 * codec.data_bytes]
+            numbers[numbers == 0xFF] = 0x7F
     assert torch.equal(reference, fused)
     torch.testing.assert_close(read, fused_read, rtol=0, atol=0, equal_nan=True)
     assert read[0, :, : codec.flat_dim].isnan().any() == (codec.flat_dtype == "float8_e4m3fn")

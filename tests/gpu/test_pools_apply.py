@@ -124,12 +124,19 @@ def test_once_warm_nothing_is_made_for_a_delta_of_table_writes():
         n = 1 + step % 5
         return Delta(np.array([step, 0, n, 0, 0, *range(10, 10 + n), *[step % 60] * n], dtype=np.int32), 2)
 
-    stream = torch.cuda.Stream()
-    for step in range(1, 11):
+    stream, own = torch.cuda.Stream(), torch.cuda.current_stream()
+
+    def apply(step: int) -> None:
+        """On two streams in turn, each of which waits for the other's step."""
+        now, before = (stream, own) if step % 2 else (own, stream)
+        now.wait_stream(before)
         pools.apply(writes(step), stream if step % 2 else None)
+
+    for step in range(1, 11):
+        apply(step)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     for step in range(11, 51):
-        pools.apply(writes(step), stream if step % 2 else None)
+        apply(step)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     assert int(pools.tables["full"][1, 0]) == 50
 

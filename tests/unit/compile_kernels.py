@@ -108,8 +108,8 @@ def entries() -> None:
     tokens = Tokens(ints(2), ints(3), ints(3))
     for entry in ENTRIES.values():
         entries_of(Codec.of(entry), entry.page_bytes(32), tokens)
-    for few in (compress_fused._FEW_TOKENS, 0):  # small batches, and large ones
-        compress_fused._FEW_TOKENS = few
+    for few in (compress_fused.FEW_TOKENS, 0):  # small batches, and large ones
+        compress_fused.FEW_TOKENS = few
         compressors(tokens)
 
 

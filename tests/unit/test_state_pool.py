@@ -262,3 +262,26 @@ def test_bad_writes_change_nothing(device: str):
 def test_tables_that_cannot_be(sizes: tuple[int, int]):
     with pytest.raises(ConfigError):
         DeviceTable(*sizes, "cpu")
+
+
+@pytest.mark.parametrize("default", ["meta", "cpu"])
+def test_pools_do_not_ask_for_the_default_device(default: str) -> None:
+    parts = {"a": StatePart((3,), torch.float32, -1.0), "b": StatePart((2,), torch.int64, 2.0**40)}
+    with torch.device(default):
+        pool = StatePool(2, 2, parts, "cpu")
+        for tensor in pool.tensors.values():
+            tensor.zero_()
+        pool.reset([2])
+    for name, part in parts.items():
+        assert pool.tensors[name][:, :2].eq(0).all()
+        assert pool.tensors[name][:, 2].eq(part.initial).all()
+
+
+def test_a_row_of_buffers_with_gradients_is_reset(device: str) -> None:
+    given = torch.randn(2, 3, 4, device=device, requires_grad=True)
+    pool = StatePool(2, 2, {"a": StatePart((4,), torch.float32, 5.0)}, device, buffers={"a": given})
+    before = given.detach().clone()
+    pool.reset(1)
+    assert given.detach()[:, 1].eq(5).all()
+    assert torch.equal(given.detach()[:, [0, 2]], before[:, [0, 2]])
+    assert given.requires_grad

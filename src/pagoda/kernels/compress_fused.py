@@ -1,5 +1,5 @@
-"""The Triton kernels of `compress`: a program makes one entry, or keeps the projections of a few tokens.
-Offsets are 64-bit."""
+"""The Triton kernels of `compress`: a program makes the entries that a few tokens end, or keeps their
+projections. Offsets are 64-bit."""
 
 # Kernels are Triton's language, not Python's.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False
@@ -13,7 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.kernels.entries_fused import is_last, is_spelled, readable, row_of, rows_and_stride, wide
+from pagoda.kernels.entries_fused import (
+    FEW_TOKENS,
+    is_last,
+    is_spelled,
+    readable,
+    row_of,
+    rows_and_stride,
+    tokens_together,
+    wide,
+)
 
 if TYPE_CHECKING:
     from pagoda.kernels.entries import Tokens
@@ -54,13 +63,14 @@ def _pooled(
         new_most = tl.maximum(most, score)
         shift = tl.where(new_most > float("-inf"), new_most, 0.0)
         weight, fade = tl.exp(score - shift), tl.exp(most - shift)
+        # Weight 0 hides any value, also one that had another weight before.
         total = total * fade + weight
-        sums = sums * fade + tl.where(weight > 0, value, 0.0) * weight
+        sums = tl.where(fade > 0, sums, 0.0) * fade + tl.where(weight > 0, value, 0.0) * weight
         most = new_most
     all_most = tl.max(most, 0)
     fade = tl.exp(most - tl.where(all_most > float("-inf"), all_most, 0.0)[None, :])
     total = tl.sum(total * fade, 0)
-    return tl.sum(sums * fade, 0) / tl.where(total > 0, total, 1.0)
+    return tl.sum(tl.where(fade > 0, sums, 0.0) * fade, 0) / tl.where(total > 0, total, 1.0)
 
 
 @triton.jit(
@@ -110,7 +120,7 @@ def _compress(
             tl.store(to, tl.zeros((BLOCK,), tl.float32), mask=is_column)
 
 
-_FEW_TOKENS = 2048  # up to here a program looks at one
+_FEW_NUMBERS, _MANY_NUMBERS = 2048, 1024  # that a program looks at together
 
 
 def compress(
@@ -133,8 +143,9 @@ def compress(
     half_rope = 0 if rotary is None else rotary[0].shape[1]
     block = triton.next_power_of_2(dim + dim % 2)
     # Few tokens have large programs, of which the device holds all at once, many have small ones.
-    is_few = num_tokens <= _FEW_TOKENS
-    group, numbers, num_warps = (1, 2048, 4 if span <= 32 else 16) if is_few else (ratio, 1024, 1)
+    is_few = num_tokens <= FEW_TOKENS
+    numbers, num_warps = (_FEW_NUMBERS, 4 if span <= 32 else 16) if is_few else (_MANY_NUMBERS, 1)
+    group = tokens_together(tokens, ratio)
     step = min(triton.next_power_of_2(span), max(1, numbers // block))
     given, stride = rows_and_stride(values)
     given_scores, score_stride = rows_and_stride(scores)
@@ -197,7 +208,7 @@ def push(
     channels = values.shape[1]
     block = min(triton.next_power_of_2(channels), _PUSH_BLOCK)
     # Of many tokens most are not kept.
-    num_pieces = triton.cdiv(channels, block) if num_tokens <= _FEW_TOKENS else 1
+    num_pieces = triton.cdiv(channels, block) if num_tokens <= FEW_TOKENS else 1
     given, stride = rows_and_stride(values)
     given_scores, score_stride = rows_and_stride(scores)
     _push[(triton.cdiv(num_tokens, _PUSH_ROWS), num_pieces)](

@@ -3,9 +3,9 @@
 In: tokens of a batch, their values, the bytes of pools; out: bytes, or the caller's tensors, filled. How the
 numbers of an entry become bytes is a `Codec`, read off its layout. A torch reference (`entries_reference`)
 says what is right and serves the CPU, a Triton kernel (`entries_fused`) serves CUDA; this module picks one.
-Both agree bit for bit. Nothing is made and nothing waits, so that every call can be captured once one like
-it, of a token a request or of more, has compiled it. Ids out of range, which a kernel cannot raise for, are
-neither read nor written.
+Both agree bit for bit, but for which NaN a NaN is. Nothing is made and nothing waits, so that every call can
+be captured once one like it, of a token a request or of more, has compiled it. Ids out of range, which a
+kernel cannot raise for, are neither read nor written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Tokens(NamedTuple):
 
     rows: torch.Tensor  # [B] int32: the row of each request; 0 is padding
     request_ids: torch.Tensor  # [T] int32: which of `rows` a token belongs to; −1 is padding
-    positions: torch.Tensor  # [T] int32; below 0 is padding
+    positions: torch.Tensor  # [T] int32, at most 2^31 − 2; below 0 is padding
 
 
 class Ring(NamedTuple):
@@ -65,8 +65,7 @@ class Codec:
 
     An entry is `data_bytes` long, its scales `scale_bytes`; they lie behind the data of all entries of
     its page. A scale is float32, or the exponent of a power of two: the least with which the largest of
-    the block fits. fp8 saturates and keeps a NaN; in fp4, which has none, it
-    becomes the largest number."""
+    the block fits. fp8 saturates and keeps a NaN; in fp4, which has none, it becomes the largest number."""
 
     flat_dim: int
     rope_dim: int

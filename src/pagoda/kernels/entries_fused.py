@@ -1,5 +1,5 @@
-"""The Triton kernels of `entries`. A program moves a few entries: their places first, then all their numbers.
-Offsets are 64-bit."""
+"""The Triton kernels of `entries`. A program moves a few entries, all their numbers together. Offsets are
+64-bit."""
 
 # Kernels are Triton's language, not Python's.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pagoda.kernels.entries import Codec, Ring, Tokens
 
 __all__ = [
+    "FEW_TOKENS",
     "gather_all",
     "gather_chosen",
     "gather_chunk",
@@ -30,6 +31,7 @@ __all__ = [
     "rows_and_stride",
     "store_entries",
     "store_window",
+    "tokens_together",
     "wide",
 ]
 
@@ -395,12 +397,13 @@ def _store(
             request = tl.load(request_ids + token, mask=is_token, other=-1)
             position = tl.load(positions + token, mask=is_token, other=-1)
             is_end = (position >= 0) & (position % RATIO == RATIO - 1)
-            _store_ends(
-                token, is_end, request, position, rows, values, stride, table, pages, scales, ropes, batch,
-                num_rows, columns, num_pages, RATIO, PAGE_BYTES, ENTRIES, DATA_BYTES,
-                SCALE_PAGE_BYTES, SCALES_AT, SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS,
-                SCALES, NUM_SCALES, LARGEST, LEAST, WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
-            )  # fmt: skip
+            if tl.max(is_end.to(tl.int32), 0) > 0:
+                _store_ends(
+                    token, is_end, request, position, rows, values, stride, table, pages, scales, ropes,
+                    batch, num_rows, columns, num_pages, RATIO, PAGE_BYTES, ENTRIES, DATA_BYTES,
+                    SCALE_PAGE_BYTES, SCALES_AT, SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK,
+                    BLOCKS, SCALES, NUM_SCALES, LARGEST, LEAST, WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
+                )  # fmt: skip
 
 
 # What a gather reads.
@@ -557,11 +560,11 @@ def _gather(
 _FORMATS = {"float8_e4m3fn": _IS_FP8, "float4_e2m1fn_x2": _IS_FP4}
 _SCALES = {None: _NO_SCALE, "float8_e8m0fnu": _EXPONENT, "float32": _FLOAT}
 _PROGRAM_NUMBERS, _SEARCH_NUMBERS = 4096, 8192  # that a program moves together
-_STORE_WARPS, _GATHER_WARPS = 1, 4  # rows that are as many as threads are looked up once each
+_STORE_WARPS, _GATHER_WARPS = 1, 4  # one warp has as many small entries as threads: each is looked up once
 _BLOCK = 32  # numbers, where scales do not say how many
 _SCAN = 1024  # tokens of a batch that a program looks at together
 _MANY_TILES, _MOST_TILES = 2048, 8
-_FEW_TOKENS = 2048  # up to here they are written one by one
+FEW_TOKENS, _LONG_RUNS = 2048, 2
 
 
 def is_spelled(device: torch.device) -> bool:
@@ -572,6 +575,13 @@ def is_spelled(device: torch.device) -> bool:
 def readable(tensor: torch.Tensor, is_spelled: bool) -> torch.Tensor:
     """Numbers as a kernel takes them: bits of bfloat16 where casts are spelled."""
     return tensor.view(torch.uint16) if is_spelled and tensor.dtype == torch.bfloat16 else tensor
+
+
+def tokens_together(tokens: Tokens, ratio: int) -> int:
+    """How many tokens are looked at together for the one that ends a block: as many as a block has, where
+    there are many and requests have several blocks of them, else one."""
+    num_tokens, num_requests = tokens.positions.shape[0], tokens.rows.shape[0]
+    return ratio if num_tokens > FEW_TOKENS and num_tokens >= _LONG_RUNS * ratio * num_requests else 1
 
 
 def rows_and_stride(values: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -662,8 +672,7 @@ def _launch_store(
     spelled = is_spelled(values.device)
     constants = _constants(codec, stored, spelled, _PROGRAM_NUMBERS)
     given, stride = rows_and_stride(values)
-    # A program for every few tokens; where there are many, of which most end no block, for as many ends.
-    group = 1 if ring or num_tokens <= _FEW_TOKENS else ratio
+    group = 1 if ring else tokens_together(tokens, ratio)
     _store[(triton.cdiv(num_tokens, constants["ROWS"] * group),)](
         tokens.rows, tokens.request_ids, tokens.positions, readable(given, spelled), stride, table,
         *_typed(codec, stored, spelled), ring_positions, num_tokens, group, tokens.rows.shape[0], num_rows,

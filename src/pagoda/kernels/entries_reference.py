@@ -56,8 +56,9 @@ def encode(codec: Codec, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 def decode(codec: Codec, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """What `encode` gave, as float32: [n, dim]."""
     rope_at = codec.data_bytes - codec.rope_dim * getattr(torch, codec.rope_dtype).itemsize
-    stored, rotated = data[:, :rope_at].contiguous(), data[:, rope_at:].contiguous()
-    rope = rotated.view(getattr(torch, codec.rope_dtype)).float()
+    stored, rope = data[:, :rope_at].contiguous(), data[:, :0].float()
+    if codec.rope_dim:
+        rope = data[:, rope_at:].contiguous().view(getattr(torch, codec.rope_dtype)).float()
     if codec.flat_dtype == "float4_e2m1fn_x2":
         codes = torch.stack([stored & 15, stored >> 4], -1).flatten(1)
         numbers = _FP4.to(data.device)[(codes & 7).long()] * torch.where(codes > 7, -1.0, 1.0)

@@ -423,17 +423,17 @@ def set_entries(table: torch.Tensor, at: int, value: int, other_at: int, other: 
 
 @triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["regions"])
 def _fill_rows(regions, row, BLOCK: tl.constexpr):
-    # Axis 1 of the programs is the tensor; those of axis 0 share its row.
-    region = regions + 3 * tl.program_id(1)
+    # Axis 0 of the programs is the tensor; those of axis 1 share its row.
+    region = regions + 3 * tl.program_id(0)
     num_bytes, value = tl.load(region + 1), tl.load(region + 2)
     begin = tl.load(region) + row * num_bytes
     if (begin % 16 == 0) & (num_bytes % 16 == 0):
         to = tl.multiple_of(begin.to(tl.pointer_type(tl.int64)), 16)
-        for first in range(tl.program_id(0) * BLOCK, num_bytes // 8, tl.num_programs(0) * BLOCK):
+        for first in range(tl.program_id(1) * BLOCK, num_bytes // 8, tl.num_programs(1) * BLOCK):
             at = first + tl.arange(0, BLOCK)
             tl.store(to + at, value + tl.zeros((BLOCK,), tl.int64), mask=at < num_bytes // 8)
     else:
-        for first in range(tl.program_id(0) * BLOCK, num_bytes, tl.num_programs(0) * BLOCK):
+        for first in range(tl.program_id(1) * BLOCK, num_bytes, tl.num_programs(1) * BLOCK):
             at = first + tl.arange(0, BLOCK)
             byte = (value >> (8 * (at % 8))) & 255
             tl.store(begin.to(tl.pointer_type(tl.uint8)) + at, byte.to(tl.uint8), mask=at < num_bytes)
@@ -446,4 +446,4 @@ _BLOCK_OF_ROW, _MOST_PIECES = 1024, 32
 def fill_rows(regions: Regions, row: int) -> None:
     pieces = min(-(-regions.most_bytes // (8 * _BLOCK_OF_ROW)), _MOST_PIECES)
     if pieces:
-        _launch_rows((pieces, len(regions.rows), 1), regions.table, row, constants=(_BLOCK_OF_ROW,))
+        _launch_rows((len(regions.rows), pieces, 1), regions.table, row, constants=(_BLOCK_OF_ROW,))

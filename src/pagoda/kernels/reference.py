@@ -112,6 +112,7 @@ def write_entries(packed: torch.Tensor, num_writes: int, table: torch.Tensor) ->
     table[index[kept].long()] = values[kept]
 
 
+@torch.inference_mode()  # as a kernel does, it writes to any tensor
 def fill_rows(regions: Regions, row: int) -> None:
     for tensor, value in regions.rows:
         tensor[row].fill_(value)

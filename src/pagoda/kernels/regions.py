@@ -24,10 +24,15 @@ class Regions(NamedTuple):
             (
                 tensor.data_ptr(),
                 tensor[0].numel() * tensor.element_size(),
-                int(torch.full((8 // tensor.element_size(),), value, dtype=tensor.dtype).view(torch.int64)),
+                _as_integer(value, tensor.dtype),
             )
             for tensor, value in rows
         ]
         with torch.inference_mode(False):  # also where it is made under it, it is used outside
-            on_device = torch.tensor(table, dtype=torch.int64).view(-1, 3).to(device)
+            on_device = torch.tensor(table, dtype=torch.int64, device=device).view(-1, 3)
         return Regions(rows, on_device, max((row_bytes for _, row_bytes, _ in table), default=0))
+
+
+def _as_integer(value: float, dtype: torch.dtype) -> int:
+    """The bytes of a value, repeated to eight."""
+    return int(torch.full((8 // dtype.itemsize,), value, dtype=dtype, device="cpu").view(torch.int64))

@@ -97,7 +97,7 @@ class KVCacheManager:
         }
 
     def _make_states(self) -> list[StatePool]:
-        """A pool for the layers of each kind, so that a release resets them together."""
+        """A pool for the layers of each kind."""
         members: dict[RingWindow, list[LayerCacheSchema]] = {}
         for schema in self.schemas.values():
             members.setdefault(schema.kind, []).append(schema)

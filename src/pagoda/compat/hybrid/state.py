@@ -70,8 +70,8 @@ class StateCachePool:
     def of_layer(
         cls, schema: LayerCacheSchema, pool: StatePool, layer: int, lock: threading.RLock
     ) -> StateCachePool:
-        """The face of one layer of a pool that holds several: nothing is made. Its calls take turns under
-        `lock`. O(1). Errors: ArgumentError."""
+        """The face of one layer of a pool that holds several. Its calls take turns under `lock`. Cost:
+        O(parts), and a small table on the device. Errors: ArgumentError."""
         made = cls.__new__(cls)
         made._become(schema, pool, layer_number(layer, pool.num_layers), lock)
         return made
@@ -91,12 +91,12 @@ class StateCachePool:
     def reset_slot(self, slot: int) -> None:
         """Give a row what a new request begins with: values 0, scores −inf, positions −1.
 
-        Cost: one launch, no synchronisation. Errors: OutOfRangeError, ArgumentError; CaptureError.
+        Cost: one launch, no synchronisation; it can be captured once a row was reset. Errors:
+        OutOfRangeError, ArgumentError.
         """
         self._reset(self._slot(slot))
 
     def _reset(self, at: int) -> None:
-        refuse_capture(self.device, "resetting a row")
         with self._lock:
             kernels.fill_rows(self._regions, at)
 
