@@ -37,7 +37,7 @@ def sizes(request: pytest.FixtureRequest) -> Iterator[None]:
         patch.setattr(compress_fused, "FEW_TOKENS", few)
         patch.setattr(entries_fused, "FEW_TOKENS", few)
         patch.setattr(entries_fused, "_LONG_RUNS", runs)
-        for name in ("_FEW_NUMBERS", "_MANY_NUMBERS"):
+        for name in ("_FEW_NUMBERS", "_MANY_NUMBERS", "_LONG_NUMBERS"):
             patch.setattr(compress_fused, name, numbers)
         patch.setattr(compress_fused, "_PUSH_BLOCK", 4)
         yield
@@ -192,6 +192,7 @@ def test_scores_that_are_all_masked_give_zeros():
         assert left[-1].eq(0).all()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")  # numpy, of what is then hidden
 @pytest.mark.parametrize("score", [-math.inf, -3.4e38, -1e9, -200.0])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(("ratio", "at"), [(4, at) for at in range(4)] + [(8, at) for at in range(8)])

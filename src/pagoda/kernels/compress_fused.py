@@ -65,12 +65,12 @@ def _pooled(
         weight, fade = tl.exp(score - shift), tl.exp(most - shift)
         # Weight 0 hides any value, also one that had another weight before.
         total = total * fade + weight
-        sums = tl.where(fade > 0, sums, 0.0) * fade + tl.where(weight > 0, value, 0.0) * weight
+        sums = tl.where(fade > 0, sums * fade, 0.0) + tl.where(weight > 0, value, 0.0) * weight
         most = new_most
     all_most = tl.max(most, 0)
     fade = tl.exp(most - tl.where(all_most > float("-inf"), all_most, 0.0)[None, :])
     total = tl.sum(total * fade, 0)
-    return tl.sum(tl.where(fade > 0, sums, 0.0) * fade, 0) / tl.where(total > 0, total, 1.0)
+    return tl.sum(tl.where(fade > 0, sums * fade, 0.0), 0) / tl.where(total > 0, total, 1.0)
 
 
 @triton.jit(
@@ -120,7 +120,7 @@ def _compress(
             tl.store(to, tl.zeros((BLOCK,), tl.float32), mask=is_column)
 
 
-_FEW_NUMBERS, _MANY_NUMBERS = 2048, 1024  # that a program looks at together
+_FEW_NUMBERS, _MANY_NUMBERS, _LONG_NUMBERS = 2048, 512, 1024  # that a program looks at together
 
 
 def compress(
@@ -144,7 +144,11 @@ def compress(
     block = triton.next_power_of_2(dim + dim % 2)
     # Few tokens have large programs, of which the device holds all at once, many have small ones.
     is_few = num_tokens <= FEW_TOKENS
-    numbers, num_warps = (_FEW_NUMBERS, 4 if span <= 32 else 16) if is_few else (_MANY_NUMBERS, 1)
+    is_long = span > 32
+    if is_few:
+        numbers, num_warps = _FEW_NUMBERS, 16 if is_long else 4
+    else:
+        numbers, num_warps = _LONG_NUMBERS if is_long else _MANY_NUMBERS, 1
     group = tokens_together(tokens, ratio)
     step = min(triton.next_power_of_2(span), max(1, numbers // block))
     given, stride = rows_and_stride(values)

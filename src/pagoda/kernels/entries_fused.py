@@ -390,20 +390,19 @@ def _store(
             SCALE_PAGE_BYTES, SCALES_AT, SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS,
             SCALES, NUM_SCALES, LARGEST, LEAST, WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
         )  # fmt: skip
-        is_mixed = is_first & (is_run == 0)
+        is_mixed = is_first & (is_run == 0) & (first != last)  # alone, it is a run or padding
         for number in range(tl.where(tl.max(is_mixed.to(tl.int32), 0) > 0, group, 0)):
             token = first + number
             is_token = is_mixed & (token < num_tokens)
             request = tl.load(request_ids + token, mask=is_token, other=-1)
             position = tl.load(positions + token, mask=is_token, other=-1)
             is_end = (position >= 0) & (position % RATIO == RATIO - 1)
-            if tl.max(is_end.to(tl.int32), 0) > 0:
-                _store_ends(
-                    token, is_end, request, position, rows, values, stride, table, pages, scales, ropes,
-                    batch, num_rows, columns, num_pages, RATIO, PAGE_BYTES, ENTRIES, DATA_BYTES,
-                    SCALE_PAGE_BYTES, SCALES_AT, SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK,
-                    BLOCKS, SCALES, NUM_SCALES, LARGEST, LEAST, WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
-                )  # fmt: skip
+            _store_ends(
+                token, is_end, request, position, rows, values, stride, table, pages, scales, ropes, batch,
+                num_rows, columns, num_pages, RATIO, PAGE_BYTES, ENTRIES, DATA_BYTES,
+                SCALE_PAGE_BYTES, SCALES_AT, SCALE_BYTES, ROPE_AT, FORMAT, SCALE, FLAT, ROPE, BLOCK, BLOCKS,
+                SCALES, NUM_SCALES, LARGEST, LEAST, WIDTH, SCALE_WIDTH, ROPE_WIDTH, IS_SPELLED,
+            )  # fmt: skip
 
 
 # What a gather reads.
@@ -564,7 +563,7 @@ _STORE_WARPS, _GATHER_WARPS = 1, 4  # one warp has as many small entries as thre
 _BLOCK = 32  # numbers, where scales do not say how many
 _SCAN = 1024  # tokens of a batch that a program looks at together
 _MANY_TILES, _MOST_TILES = 2048, 8
-FEW_TOKENS, _LONG_RUNS = 2048, 2
+FEW_TOKENS, _LONG_RUNS, _MOST_TOGETHER = 2048, 2, 8
 
 
 def is_spelled(device: torch.device) -> bool:
@@ -578,8 +577,8 @@ def readable(tensor: torch.Tensor, is_spelled: bool) -> torch.Tensor:
 
 
 def tokens_together(tokens: Tokens, ratio: int) -> int:
-    """How many tokens are looked at together for the one that ends a block: as many as a block has, where
-    there are many and requests have several blocks of them, else one."""
+    """How many tokens are looked at together for the one that may end a block of `ratio`: so many where there
+    are many and requests have more than that, else one."""
     num_tokens, num_requests = tokens.positions.shape[0], tokens.rows.shape[0]
     return ratio if num_tokens > FEW_TOKENS and num_tokens >= _LONG_RUNS * ratio * num_requests else 1
 
@@ -672,7 +671,7 @@ def _launch_store(
     spelled = is_spelled(values.device)
     constants = _constants(codec, stored, spelled, _PROGRAM_NUMBERS)
     given, stride = rows_and_stride(values)
-    group = 1 if ring else tokens_together(tokens, ratio)
+    group = 1 if ring else tokens_together(tokens, min(ratio, _MOST_TOGETHER))
     _store[(triton.cdiv(num_tokens, constants["ROWS"] * group),)](
         tokens.rows, tokens.request_ids, tokens.positions, readable(given, spelled), stride, table,
         *_typed(codec, stored, spelled), ring_positions, num_tokens, group, tokens.rows.shape[0], num_rows,
