@@ -552,7 +552,7 @@ def test_rows_and_blocks_are_managed_between_captures_and_handles_made_inside() 
 # --- a failed call changes nothing, whatever made it fail
 
 
-def blowing_up(manager: KVCacheManager, monkeypatch: pytest.MonkeyPatch, where: str) -> Any:
+def blowing_up(monkeypatch: pytest.MonkeyPatch, where: str) -> Any:
     """Patches that make one step of an allocation fail, with what it fails."""
     error = torch.OutOfMemoryError("no memory") if where == "out of memory" else KeyboardInterrupt("Ctrl-C")
     patch, write, calls = monkeypatch.context(), kernels.set_entries, []
@@ -577,7 +577,7 @@ def test_an_allocation_that_is_interrupted_has_changed_nothing(
     for _ in range(2):
         manager.allocate_block(2, row)
     before = observe(manager)
-    patch, error = blowing_up(manager, monkeypatch, where)
+    patch, error = blowing_up(monkeypatch, where)
     try:
         with pytest.raises(error):
             manager.allocate_block(2, row)
@@ -935,3 +935,19 @@ def test_defect_valid_lengths_come_from_blocks(device: str) -> None:
 def test_kinds_of_the_schedule_are_those_of_the_layers() -> None:
     manager = manager_of("cpu")
     assert [manager.schemas[layer].attn_type for layer in LAYERS] == [SWA, CSA, HCA, CSA, HCA]
+
+
+def test_a_layer_s_state_is_reset_alone(device: str) -> None:
+    """Layers of a kind lie in one pool: a reset of one leaves its neighbour as it is."""
+    manager = manager_of(device)
+    pools = [manager.state_pools[layer] for layer in CSA_LAYERS]
+    for pool in pools:
+        pool.positions.fill_(7)
+        pool.main_scores.fill_(2.0)
+    pools[1].reset_slot(3)
+    rows = torch.tensor([0, 1, 2, 4], device=device)
+    assert all(part.eq(full).all() for part, full in ((pools[0].positions, 7), (pools[0].main_scores, 2)))
+    assert pools[1].positions[rows].eq(7).all()
+    assert pools[1].main_scores[rows].eq(2).all()
+    assert pools[1].positions[3].eq(-1).all()
+    assert pools[1].main_scores[3].eq(-torch.inf).all()

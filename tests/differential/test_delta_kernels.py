@@ -125,18 +125,21 @@ VALUES = {
 def test_a_row_of_all_tensors_is_filled_and_nothing_else(
     parts: list[tuple[torch.dtype, float, tuple[int, ...], int]], num_rows: int, data: st.DataObject
 ):
-    """Rows of any size, which begin anywhere, in the middle of a larger tensor."""
+    """Rows of any size, which begin anywhere, in the middle of a larger tensor; of all tensors or of some."""
     row = data.draw(st.integers(0, num_rows - 1))
+    some = data.draw(st.none() | st.tuples(*[st.integers(0, len(parts))] * 2).map(sorted))
     for kernels, device in ((fused, DEVICE), (reference, "cpu")):
         wholes, rows, expected = [], [], []
-        for dtype, value, shape, offset in parts:
+        for number, (dtype, value, shape, offset) in enumerate(parts):
             row_size = math.prod(shape)
             whole = torch.arange(offset + num_rows * row_size + 3, device=device).remainder(100).to(dtype)
             begin = offset + row * row_size
             wanted = whole.tolist()
-            wanted[begin : begin + row_size] = [value] * row_size
+            if some is None or some[0] <= number < some[1]:
+                wanted[begin : begin + row_size] = [value] * row_size
             wholes.append(whole)
             expected.append(wanted)
             rows.append((whole[offset : offset + num_rows * row_size].view(num_rows, *shape), value))
-        kernels.fill_rows(Regions.of(rows, torch.device(device)), row)
+        regions = Regions.of(rows, torch.device(device))
+        kernels.fill_rows(regions if some is None else regions.some(*some), row)
         assert [whole.tolist() for whole in wholes] == expected, kernels.__name__

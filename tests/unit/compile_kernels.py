@@ -123,9 +123,11 @@ def entries_of(codec: Codec, page_bytes: int, tokens: Tokens) -> None:
     entries_fused.store_entries(codec, tokens, values, 4, table, blocks, 32)
     mask = torch.zeros(3, 6, dtype=torch.bool)
     entries_fused.gather_chosen(codec, tokens, 4, ints(3, 6), table, blocks, 32, out, mask)
-    entries_fused.gather_all(codec, tokens, 4, table, blocks, 32, out[:2], ints(2))
+    for requests in (2, 3):  # whose tokens are looked for, or one each
+        entries_fused.gather_all(codec, tokens, 4, table, blocks, 32, out[:requests], ints(requests))
     entries_fused.gather_windows(codec, tokens, 6, ring, out, ints(3))
-    entries_fused.gather_chunk(codec, tokens, 6, ring, values, out[:2], ints(2))
+    for requests in (2, 3):
+        entries_fused.gather_chunk(codec, tokens, 6, ring, values, out[:requests], ints(requests))
 
 
 def compressors(tokens: Tokens) -> None:

@@ -15,6 +15,7 @@ from pagoda import (
     StatePart,
     StatePool,
 )
+from pagoda.kernels import fill_rows
 
 PARTS = {
     "recurrent": StatePart((2, 3), torch.float32),
@@ -285,3 +286,14 @@ def test_a_row_of_buffers_with_gradients_is_reset(device: str) -> None:
     assert given.detach()[:, 1].eq(5).all()
     assert torch.equal(given.detach()[:, [0, 2]], before[:, [0, 2]])
     assert given.requires_grad
+
+
+def test_a_row_of_one_layer_is_reset_and_no_other(device: str) -> None:
+    pool = pool_of(device)
+    before = scramble(pool)
+    fill_rows(pool.regions(1), 3)
+    for name, part in PARTS.items():
+        before[name][1, 3] = part.initial
+        assert torch.equal(pool.tensors[name], before[name])
+    with pytest.raises(ArgumentError, match="layers 0 to 1"):
+        pool.regions(2)

@@ -5,7 +5,8 @@ An entry is a softmax over the tokens of its block, channel by channel; where bl
 half of the channels of the tokens of the block before and the high half of those of its own. Score −inf has
 weight 0, so that before the first block there is nothing. A torch reference (`compress_reference`) says
 what is right and serves the CPU, a Triton kernel (`compress_fused`) serves CUDA; this module picks one. They
-agree to the rounding of float32. Nothing is made and nothing waits.
+agree to the rounding of float32. Nothing is made and nothing waits, so that every call can be captured once
+one like it, of few tokens or of more than some thousand, has compiled it.
 """
 
 from __future__ import annotations

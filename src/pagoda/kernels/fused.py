@@ -445,5 +445,5 @@ _BLOCK_OF_ROW, _MOST_PIECES = 1024, 32
 
 def fill_rows(regions: Regions, row: int) -> None:
     pieces = min(-(-regions.most_bytes // (8 * _BLOCK_OF_ROW)), _MOST_PIECES)
-    if pieces:
+    if pieces and regions.rows:
         _launch_rows((len(regions.rows), pieces, 1), regions.table, row, constants=(_BLOCK_OF_ROW,))

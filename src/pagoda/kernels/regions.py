@@ -15,7 +15,7 @@ class Regions(NamedTuple):
 
     rows: Sequence[tuple[torch.Tensor, float]]
     table: torch.Tensor  # [tensors, 3] int64: where each begins, bytes of a row, the value as 8 bytes
-    most_bytes: int  # of a row
+    most_bytes: int  # that a row has at most
 
     @staticmethod
     def of(rows: Sequence[tuple[torch.Tensor, float]], device: torch.device) -> Regions:
@@ -31,6 +31,10 @@ class Regions(NamedTuple):
         with torch.inference_mode(False):  # also where it is made under it, it is used outside
             on_device = torch.tensor(table, dtype=torch.int64, device=device).view(-1, 3)
         return Regions(rows, on_device, max((row_bytes for _, row_bytes, _ in table), default=0))
+
+    def some(self, begin: int, end: int) -> Regions:
+        """Tensors [begin, end) of these alone: views, nothing is sent. O(end − begin)."""
+        return Regions(self.rows[begin:end], self.table[begin:end], self.most_bytes)
 
 
 def _as_integer(value: float, dtype: torch.dtype) -> int:

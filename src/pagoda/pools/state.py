@@ -12,7 +12,6 @@ import torch
 
 from pagoda import kernels
 from pagoda.errors import ArgumentError, ConfigError, InvariantError
-from pagoda.kernels import Regions
 from pagoda.layout import StateGroup
 from pagoda.layout.numbers import count
 from pagoda.pools.arguments import (
@@ -83,7 +82,7 @@ class StatePool:
                 self.tensors[name] = buffers[name]
         self._staging = staging_of(self.device, staging)
         self._lock = threading.RLock()
-        self._regions = Regions.of(self.rows(), self.device)
+        self._regions = kernels.Regions.of(self.rows(), self.device)
         self._at = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
 
     @classmethod
@@ -118,13 +117,20 @@ class StatePool:
         return {name: tensor[at] for name, tensor in self.tensors.items()}
 
     def rows(self) -> list[tuple[torch.Tensor, float]]:
-        """Each part of each layer, [num_rows + 1, *shape], and what a reset sets. O(layers × parts)."""
+        """Each part of each layer, [num_rows + 1, *shape], layer by layer, and what a reset sets.
+
+        O(layers × parts)."""
         with torch.inference_mode(False):  # also views that are made under it are written outside
             return [
-                (tensor[layer], self.parts[name].initial)
-                for name, tensor in self.tensors.items()
+                (part, self.parts[name].initial)
                 for layer in range(self.num_layers)
+                for name, part in self.layer(layer).items()
             ]
+
+    def regions(self, layer: int) -> kernels.Regions:
+        """What `kernels.fill_rows` resets a row of one layer with. O(parts). Errors: ArgumentError."""
+        begin = layer_number(layer, self.num_layers) * len(self.parts)
+        return self._regions.some(begin, begin + len(self.parts))
 
     def reset(self, rows: AnyIds) -> None:
         """Set the states of rows, in all layers, to what a new request begins with.

@@ -70,8 +70,8 @@ class StateCachePool:
     def of_layer(
         cls, schema: LayerCacheSchema, pool: StatePool, layer: int, lock: threading.RLock
     ) -> StateCachePool:
-        """The face of one layer of a pool that holds several. Its calls take turns under `lock`. Cost:
-        O(parts), and a small table on the device. Errors: ArgumentError."""
+        """The face of one layer of a pool that holds several: nothing is made. Its calls take turns under
+        `lock`. O(parts). Errors: ArgumentError."""
         made = cls.__new__(cls)
         made._become(schema, pool, layer_number(layer, pool.num_layers), lock)
         return made
@@ -80,9 +80,7 @@ class StateCachePool:
         self.schema, self.max_concurrent_requests, self.device = schema, pool.num_rows, pool.device
         self._pool, self._lock = pool, lock
         self._parts = parts = pool.layer(layer)
-        self._regions = kernels.Regions.of(
-            [(part, pool.parts[name].initial) for name, part in parts.items()], pool.device
-        )
+        self._regions = pool.regions(layer)
         self.window, self.window_scales = parts["window"], parts.get("window_scales")
         self.positions = parts["positions"]
         self.main_values, self.main_scores = parts.get("main_values"), parts.get("main_scores")
