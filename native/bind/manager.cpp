@@ -21,8 +21,8 @@ constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
 
 // pagoda.manager's base: the core's manager and who listens to its tree.
 struct Managed : Listeners {
-  Managed(std::vector<GroupSpec> groups, int64_t num_rows, int64_t max_tokens, int64_t watermark, int64_t capacity)
-      : core(std::move(groups), num_rows, max_tokens, watermark, capacity) {}
+  Managed(std::vector<GroupSpec> groups, int64_t num_rows, int64_t max_tokens, int64_t watermark)
+      : core(std::move(groups), num_rows, max_tokens, watermark) {}
   Manager core;
 };
 
@@ -57,8 +57,7 @@ GroupSpec to_spec(nb::handle value) {
           parts[2].is_none() ? 0 : to_int(parts[2], "window", 1, kMaxId), to_int(parts[3], "capacity", 0, kMaxId - 1)};
 }
 
-void construct(Managed* self, nb::handle groups, nb::handle num_rows, nb::handle max_tokens, nb::handle watermark,
-               nb::handle capacity) {
+void construct(Managed* self, nb::handle groups, nb::handle num_rows, nb::handle max_tokens, nb::handle watermark) {
   to_config([&] {
     std::vector<GroupSpec> specs;
     for (const nb::object& group : to_items(groups, "groups", "groups")) specs.push_back(to_spec(group));
@@ -66,7 +65,7 @@ void construct(Managed* self, nb::handle groups, nb::handle num_rows, nb::handle
     const int64_t rows = to_int(num_rows, "num_rows", 1, kMaxId - 1);
     const int64_t tokens = to_int(max_tokens, "max_tokens", 1, kMaxId - 1);
     const int64_t kept = to_int(watermark, "watermark", 0, kMaxId);
-    new (self) Managed(std::move(specs), rows, tokens, kept, to_int(capacity, "capacity", 0, kMaxId));
+    new (self) Managed(std::move(specs), rows, tokens, kept);
   });
 }
 
@@ -75,14 +74,17 @@ class RowsArgument {
  public:
   explicit RowsArgument(nb::handle rows) {
     if (is_number(rows)) {
+      is_one_ = true;
       one_ = static_cast<int32_t>(to_int(rows, "rows", std::numeric_limits<int32_t>::min(), kMaxId));
     } else {
       many_.emplace(rows, "rows");
     }
   }
   Ids borrow() { return many_ ? many_->borrow() : Ids{&one_, 1}; }
+  bool is_one() const { return is_one_; }
 
  private:
+  bool is_one_ = false;
   int32_t one_ = 0;
   std::optional<IdArray> many_;
 };
@@ -97,19 +99,40 @@ class CountsArgument {
       each_.emplace(counts, name);
     }
   }
-  Counts borrow() { return each_ ? Counts{each_->borrow(), 0, true} : Counts{{nullptr, 0}, all_, false}; }
+  PerRow borrow() { return each_ ? PerRow{each_->borrow(), 0, true} : PerRow{{nullptr, 0}, all_, false}; }
 
  private:
   int64_t all_ = 0;
   std::optional<IdArray> each_;
 };
 
-int64_t to_reserve(nb::handle reserve) { return reserve.is_none() ? -1 : to_int(reserve, "reserve", 0, kMaxId); }
-
-bool to_cached(nb::handle cached) {
-  if (!PyBool_Check(cached.ptr())) throw BadArgument("cached: give True or False");
-  return cached.is(nb::handle(Py_True));
+// A number of tokens; None is -1.
+int64_t to_tokens(nb::handle value, const char* name) {
+  return value.is_none() ? -1 : to_int(value, name, 0, kMaxId);
 }
+
+bool to_bool(nb::handle value, const char* name) {
+  if (!PyBool_Check(value.ptr())) throw BadArgument(std::string(name) + ": give True or False");
+  return value.is(nb::handle(Py_True));
+}
+
+// The arguments of an admission, which live as long as this.
+struct PromptArgument {
+  PromptArgument(nb::handle tokens, nb::handle space, nb::handle extra_keys, nb::handle reserve, nb::handle max_hit,
+                 nb::handle read, nb::handle store)
+      : sequence(tokens, space, extra_keys) {
+    prompt.reserve = to_tokens(reserve, "reserve");
+    prompt.max_hit = to_tokens(max_hit, "max_hit");
+    prompt.read = to_bool(read, "read");
+    prompt.store = to_bool(store, "store");
+  }
+  const Manager::Prompt& borrow() {
+    prompt.sequence = sequence.borrow();
+    return prompt;
+  }
+  SequenceArgument sequence;
+  Manager::Prompt prompt{};
+};
 
 int64_t to_group(const Managed& self, nb::handle name) {
   const std::string wanted = to_text(name, "group");
@@ -124,11 +147,9 @@ int64_t to_group(const Managed& self, nb::handle name) {
 // ── requests ────────────────────────────────────────────────────────────────────────────────────────
 
 bool can_admit(Managed& self, nb::handle tokens, nb::handle space, nb::handle extra_keys, nb::handle reserve,
-               nb::handle cached) {
-  SequenceArgument argument(tokens, space, extra_keys);
-  const int64_t n = to_reserve(reserve);
-  const bool is_cached = to_cached(cached);
-  return self.core.can_admit(argument.borrow(), n, is_cached);
+               nb::handle max_hit, nb::handle read, nb::handle store) {
+  PromptArgument argument(tokens, space, extra_keys, reserve, max_hit, read, store);
+  return self.core.can_admit(argument.borrow());
 }
 
 int64_t hit(const Managed& self, nb::handle tokens, nb::handle space, nb::handle extra_keys) {
@@ -137,14 +158,10 @@ int64_t hit(const Managed& self, nb::handle tokens, nb::handle space, nb::handle
 }
 
 nb::object admit(Managed& self, nb::handle tokens, nb::handle space, nb::handle extra_keys, nb::handle reserve,
-                 nb::handle cached) {
-  SequenceArgument argument(tokens, space, extra_keys);
-  const int64_t n = to_reserve(reserve);
-  const bool is_cached = to_cached(cached);
-  auto cuts = new_int32(0);
-  const Manager::Admitted done = self.core.admit(argument.borrow(), n, is_cached);
-  nb::object result = make_tuple(admitted_type, {nb::int_(done.row), nb::int_(done.hit), nb::int_(done.reserved),
-                                                 nb::int_(done.lease), std::move(cuts.array)});
+                 nb::handle max_hit, nb::handle read, nb::handle store) {
+  PromptArgument argument(tokens, space, extra_keys, reserve, max_hit, read, store);
+  const Manager::Admitted done = self.core.admit(argument.borrow());
+  nb::object result = make_tuple(admitted_type, {nb::int_(done.row), nb::int_(done.hit), nb::int_(done.reserved)});
   deliver(self.core.tree(), self);
   return result;
 }
@@ -156,10 +173,17 @@ nb::object pending(const Managed& self, nb::handle tokens, nb::handle space, nb:
   return make_tuple(pending_type, {nb::int_(found.row), nb::int_(found.length)});
 }
 
-int64_t can_reserve(Managed& self, nb::handle rows, nb::handle n) {
+int64_t num_reservable(Managed& self, nb::handle rows, nb::handle n) {
   RowsArgument which(rows);
   CountsArgument counts(n, "n");
-  return self.core.can_reserve(which.borrow(), counts.borrow());
+  return self.core.num_reservable(which.borrow(), counts.borrow());
+}
+
+bool can_reserve(Managed& self, nb::handle rows, nb::handle n) {
+  RowsArgument which(rows);
+  CountsArgument counts(n, "n");
+  const Ids ids = which.borrow();
+  return self.core.num_reservable(ids, counts.borrow()) == ids.size;
 }
 
 void reserve(Managed& self, nb::handle rows, nb::handle n) {
@@ -171,10 +195,19 @@ void reserve(Managed& self, nb::handle rows, nb::handle n) {
 
 void commit(Managed& self, nb::handle rows, nb::handle tokens, nb::handle counts) {
   RowsArgument which(rows);
-  IdArray known(tokens, "tokens");
   const nb::object one = nb::int_(1);
-  CountsArgument each(counts.is_none() ? nb::handle(one) : counts, "counts");
-  self.core.commit(which.borrow(), known.borrow(), each.borrow());
+  if (which.is_one()) {  // all tokens are that row's
+    if (!counts.is_none()) throw BadArgument("counts: leave it out for one row, whose tokens these all are");
+    const bool is_token = is_number(tokens);
+    const nb::object listed = is_token ? nb::object(nb::make_tuple(tokens)) : nb::borrow(tokens);
+    IdArray known(listed, "tokens");
+    const Ids ids = known.borrow();
+    self.core.commit(which.borrow(), ids, {{nullptr, 0}, ids.size, false});
+  } else {
+    IdArray known(tokens, "tokens");
+    CountsArgument each(counts.is_none() ? nb::handle(one) : counts, "counts");
+    self.core.commit(which.borrow(), known.borrow(), each.borrow());
+  }
   deliver(self.core.tree(), self);
 }
 
@@ -191,11 +224,12 @@ void release(Managed& self, nb::handle rows) {
 
 nb::object fork(Managed& self, nb::handle row, nb::handle n) {
   const int64_t parent = to_int(row, "row", std::numeric_limits<int32_t>::min(), kMaxId);
-  const int64_t children = to_int(n, "n", 1, kMaxId);
+  const int64_t children = n.is_none() ? 1 : to_int(n, "n", 1, kMaxId);
   auto rows = new_int32(std::min(children, self.core.num_rows()));
   self.core.fork(parent, children, rows.data);
+  nb::object result = n.is_none() ? nb::object(nb::int_(rows.data[0])) : rows.array;
   deliver(self.core.tree(), self);
-  return rows.array;
+  return result;
 }
 
 nb::object invalidate(Managed& self, nb::handle group, nb::handle page_ids) {
@@ -215,10 +249,15 @@ void drop(Managed& self, nb::handle space) {
 
 // ── steps ───────────────────────────────────────────────────────────────────────────────────────────
 
-nb::object take_packed(Managed& self) {
-  auto packed = new_int32(self.core.delta_size());
+nb::object plan(Managed& self, nb::handle rows, nb::handle counts) {
+  RowsArgument which(rows);
+  CountsArgument each(counts, "counts");
+  const Ids ids = which.borrow();
+  const PerRow queries = each.borrow();
+  const DeltaLayout layout = self.core.lay_out(ids, queries);
+  auto packed = new_int32(layout.size());
   nb::object result = nb::make_tuple(self.core.step(), std::move(packed.array));
-  self.core.take_delta(packed.data);
+  self.core.plan(ids, queries, layout, packed.data);
   return result;
 }
 
@@ -228,33 +267,36 @@ void pass_fence(Managed& self, nb::handle step) {
 
 // ── looking ─────────────────────────────────────────────────────────────────────────────────────────
 
-nb::object pages(const Managed& self, nb::handle row, nb::handle group) {
+nb::object page_ids(const Managed& self, nb::handle row, nb::handle group) {
   const int64_t number = to_int(row, "row", std::numeric_limits<int32_t>::min(), kMaxId);
   const int64_t g = to_group(self, group);
   const int64_t first = self.core.first_page(number, g), end = self.core.end_page(number, g);
   auto ids = new_int32(end);
   std::fill_n(ids.data, first, 0);
-  const int32_t* entries = self.core.group(g).entries(number);
-  std::copy(entries + first, entries + end, ids.data + first);
+  const int32_t* table = self.core.table().row(static_cast<size_t>(g), number);
+  std::copy(table + first, table + end, ids.data + first);
   return ids.array;
 }
 
-nb::object first_pages(const Managed& self, nb::handle rows, nb::handle group) {
+// A number for each row: an integer for one row, an array for several.
+template <typename Get>
+nb::object per_row(nb::handle rows, Get get) {
   RowsArgument which(rows);
-  const int64_t g = to_group(self, group);
   const Ids ids = which.borrow();
-  auto first = new_int32(ids.size);
-  for (int64_t i = 0; i < ids.size; ++i) first.data[i] = static_cast<int32_t>(self.core.first_page(ids[i], g));
-  return first.array;
+  if (which.is_one()) return nb::int_(get(ids[0]));
+  auto found = new_int32(ids.size);
+  for (int64_t i = 0; i < ids.size; ++i) found.data[i] = static_cast<int32_t>(get(ids[i]));
+  return found.array;
+}
+
+nb::object first_pages(const Managed& self, nb::handle rows, nb::handle group) {
+  const int64_t g = to_group(self, group);
+  return per_row(rows, [&](int64_t row) { return self.core.first_page(row, g); });
 }
 
 template <int64_t Manager::Lengths::* field>
 nb::object lengths(const Managed& self, nb::handle rows) {
-  RowsArgument which(rows);
-  const Ids ids = which.borrow();
-  auto found = new_int32(ids.size);
-  for (int64_t i = 0; i < ids.size; ++i) found.data[i] = static_cast<int32_t>(self.core.lengths(ids[i]).*field);
-  return found.array;
+  return per_row(rows, [&](int64_t row) { return self.core.lengths(row).*field; });
 }
 
 nb::object counts(const Managed& self) {
@@ -271,11 +313,20 @@ nb::object counts(const Managed& self) {
                         stats.hits, stats.evicted, core.tree().tokens().total);
 }
 
+nb::list namespaces(const Managed& self) {
+  nb::list names;
+  for (const std::string& name : self.core.tree().namespaces()) names.append(nb::bytes(name.data(), name.size()));
+  return names;
+}
+
+void reset(Managed& self) {
+  self.core.reset();
+  deliver(self.core.tree(), self);
+}
+
 PyStructSequence_Field admitted_fields[] = {{"row", "The request's row."},
                                             {"hit", "Tokens that need no computing."},
                                             {"reserved", "Tokens that have a place."},
-                                            {"lease", "The number of its lease."},
-                                            {"cuts", "Lengths at which a prefill has to be cut: [n] int32."},
                                             {nullptr, nullptr}};
 PyStructSequence_Field pending_fields[] = {
     {"row", "Who computes it."}, {"length", "Tokens that will be there."}, {nullptr, nullptr}};
@@ -284,134 +335,131 @@ PyStructSequence_Field pending_fields[] = {
 
 void bind_manager(nb::module_& m) {
   const nb::object plain = nb::bytes("", 0), none = nb::make_tuple();
-  admitted_type = make_type(m, "Admitted", "pagoda.Admitted",
-                            "A request that runs: its row and what it need not compute.", admitted_fields, 5);
-  pending_type =
-      make_type(m, "Pending", "pagoda.Pending", "Tokens that a running request will have computed.", pending_fields, 2);
+  admitted_type = make_type(m, "Admitted", "pagoda.manager.Admitted",
+                            "A request that runs: its row, and how many tokens need no computing.", admitted_fields, 3);
+  pending_type = make_type(m, "Pending", "pagoda.manager.Pending", "Tokens that a running request will have computed.",
+                           pending_fields, 2);
   nb::class_<Managed>(m, "ManagerCore", nb::type_slots(manager_slots), nb::is_weak_referenceable(),
                       "The native part of pagoda.Manager.")
       .def("__init__", &construct, nb::arg("groups").none(), nb::arg("num_rows").none(), nb::arg("max_tokens").none(),
-           nb::arg("watermark").none(), nb::arg("capacity").none())
+           nb::arg("watermark").none())
       .def_prop_ro(
-          "num_rows", [](const Managed& self) { return self.core.num_rows(); }, "Requests that can run at once. O(1).")
+          "num_rows", [](const Managed& self) { return self.core.num_rows(); }, "How many requests can run at once.")
       .def_prop_ro(
-          "max_tokens", [](const Managed& self) { return self.core.max_tokens(); }, "Tokens of a row at most. O(1).")
+          "max_tokens", [](const Managed& self) { return self.core.max_tokens(); }, "The most tokens of one row.")
       .def_prop_ro(
-          "step", [](const Managed& self) { return self.core.step(); }, "The step that is being planned. O(1).")
+          "step", [](const Managed& self) { return self.core.step(); }, "The number of the step that `plan` plans next.")
       .def_prop_ro(
           "resume_step", [](const Managed& self) { return self.core.resume_step(); },
-          "Hits are multiples of this many tokens. O(1).")
+          "Hits are multiples of this many tokens.")
       .def("can_admit", &can_admit, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
-           nb::arg("extra_keys").none() = none, nb::arg("reserve").none() = nb::none(), nb::arg("cached").none() = true,
-           R"(Whether `admit` with these arguments would do it now.
+           nb::arg("extra_keys").none() = none, nb::arg("reserve").none() = nb::none(),
+           nb::arg("max_hit").none() = nb::none(), nb::arg("read").none() = true, nb::arg("store").none() = true,
+           R"(Whether `admit` with these arguments would succeed now.
 
-It counts the pages that its own hit would lock. Cost: a match. Errors: as `admit`, but for room.)")
+It counts the pages that its own hit would lock. Errors: as `admit`, except CapacityError.)")
       .def("admit", &admit, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
-           nb::arg("extra_keys").none() = none, nb::arg("reserve").none() = nb::none(), nb::arg("cached").none() = true,
-           R"(Takes a request in: a row, the longest prefix that is already computed, places for the rest.
+           nb::arg("extra_keys").none() = none, nb::arg("reserve").none() = nb::none(),
+           nb::arg("max_hit").none() = nb::none(), nb::arg("read").none() = true, nb::arg("store").none() = true,
+           R"(Admit a request: a row, the longest prefix that is already computed, and places for the rest.
 
-At least one token is left to compute. `reserve` is how many tokens behind the hit get places, all if left out. With
-`cached` False it hits nothing, and nothing that it commits is cached. The row is the caller's until `release`. Cost: a match, and the pages. Errors: CapacityError when rows or pages of a group
-run out; ArgumentError; OutOfRangeError for a token.)")
+At least one token is left to compute. `reserve` says how many tokens behind the hit get places, by default all of
+`tokens`; `max_hit` limits the hit. With `read=False` the request uses nothing that is cached, and with `store=False`
+nothing that it commits is cached. The row is the caller's until `release`. Errors: CapacityError when rows or pages of a
+group run out; ArgumentError; OutOfRangeError for a token.)")
       .def("hit", &hit, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
            nb::arg("extra_keys").none() = none,
            R"(How many of these tokens `admit` would not have to compute. Changes nothing.
 
-Cost: a match. Errors: as `admit`, but for room.)")
+Errors: as `admit`, except CapacityError.)")
       .def("pending", &pending, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
            nb::arg("extra_keys").none() = none,
-           R"(The running request that will have computed most of these tokens beyond what would hit, or None.
+           R"(The running request that will have computed most of these tokens beyond what would hit now, or None.
 
-Only what it was admitted with and has places for counts. Cost: a match, and a comparison with each running request.
-Errors: as `admit`.)")
+Only tokens that it was admitted with and has places for count. Cost: a match, and a comparison with each running
+request. Errors: as `admit`.)")
       .def("can_reserve", &can_reserve, nb::arg("rows").none(), nb::arg("n").none() = 1,
-           "How many of the rows, from the first on, `reserve` could give n tokens each. Cost O(rows). Errors: as "
-           "`reserve`, but for room.")
+           "Whether `reserve` with these arguments would succeed now. Errors: as `reserve`, except CapacityError.")
+      .def("num_reservable", &num_reservable, nb::arg("rows").none(), nb::arg("n").none() = 1,
+           "How many of the rows, from the first on, `reserve` could serve together. Errors: as `can_reserve`.")
       .def("reserve", &reserve, nb::arg("rows").none(), nb::arg("n").none() = 1,
-           R"(Gives each of these rows places for n more tokens, or for n[i].
+           R"(Give each of these rows places for n more tokens, or for n[i].
 
-Pages come from free-lists and then from the tree, coldest first. Cost O(rows × groups), and the pages. Errors:
-CapacityError, naming the group; ArgumentError; OutOfRangeError, NotHeldError, AlreadyHeldError for a row.)")
+Pages come from free-lists first and then from the tree, coldest first. Errors: CapacityError, naming the group;
+ArgumentError; OutOfRangeError, NotHeldError, AlreadyHeldError for a row.)")
       .def("commit", &commit, nb::arg("rows").none(), nb::arg("tokens").none(), nb::arg("counts").none() = nb::none(),
-           R"(Says what the next tokens of these rows were, now that they are computed: one each, or counts[i].
+           R"(Say what the next computed tokens were: all of `tokens` for one row; for an array of rows one each, or counts[i].
 
-`tokens` has them row after row. Whole pages become the tree's and can be hit at once. Pages that left every
-window are given up. Cost O(tokens). Errors: ArgumentError for more than is reserved; OutOfRangeError for a token; as
+For several rows `tokens` has them row after row. Whole pages become the tree's and can be hit at once. Pages that left
+every window are given up. Errors: ArgumentError for more tokens than are computed; OutOfRangeError for a token; as
 `reserve` for rows.)")
       .def("rollback", &rollback, nb::arg("rows").none(), nb::arg("n").none(),
-           R"(Takes back the last n reserved tokens of these rows, or n[i]; none of them may be committed.
+           R"(Take back the last n reserved tokens of these rows, or n[i], computed or not; none of them may be committed.
 
-The pages stay the row's, for what it reserves next. Cost O(rows). Errors: ArgumentError; as `reserve` for rows.)")
+The pages stay the row's, for what it reserves next. Errors: ArgumentError; as `reserve` for rows.)")
       .def("release", &release, nb::arg("rows").none(),
-           R"(Ends rows: finished, cancelled or preempted. What is committed stays in the tree while there is room.
+           R"(End rows: finished, cancelled or preempted. What is committed stays in the tree until memory is needed.
 
-It is no part of the step being planned. Row, lease and own pages are free when the step before has passed its fence, at
-once if it has; of a row that was admitted, forked or given pages in this step, when this step has. Cost O(pages).
-Errors: as `reserve` for rows.)")
-      .def("fork", &fork, nb::arg("row").none(), nb::arg("n").none() = 1,
-           R"(Makes n continuations of a row's committed tokens: [n] int32, the new rows, the caller's.
+They are no part of the step that is planned next. Row, lease and own pages are free once the last step planned has passed
+its fence; those of a row that was admitted, forked or given pages since, once the next step has. Errors: as `reserve`
+for rows.)")
+      .def("fork", &fork, nb::arg("row").none(), nb::arg("n").none() = nb::none(),
+           R"(Make a continuation of a row's committed tokens, and return its row; with `n`, as many: [n] int32.
 
-Pages of the tree are shared; those behind are copied by the delta. Cost O(pages × n). Errors: CapacityError;
-ArgumentError; OutOfRangeError, NotHeldError for the row.)")
+Pages of the tree are shared; those behind them are copied by the next delta. The rows are the caller's. Errors:
+CapacityError; ArgumentError for a row that is not stored; OutOfRangeError, NotHeldError for the row.)")
       .def(
           "invalidate", &invalidate, nb::arg("group").none(), nb::arg("page_ids").none(),
-          R"(Forgets what these pages of a group hold, because it is bad, and all that continues it: [n] int32, the running
-rows that read them.
+          R"(Forget what these pages of a group hold, because it is bad, and all that continues it. Returns the running rows
+whose contents may depend on them, [n] int32.
 
-Those rows go on, nothing they commit is cached; release them to compute anew. Cached pages that nobody reads come free at
-once, the others as their rows end. Pages that hold nothing are ignored. Cost: a walk over all that is cached. Errors: OutOfRangeError;
-ArgumentError.)")
+Those rows go on, but nothing they commit is cached; release them to compute anew. Cached pages that nobody reads come free
+at once, the others as their rows end. Pages that hold nothing are ignored. Cost: a walk over all that is cached. Errors:
+OutOfRangeError; ArgumentError.)")
       .def("drop", &drop, nb::arg("namespace").none(),
-           R"(Forgets a namespace: nothing of it is found any more, and what its running rows commit is not cached.
+           R"(Forget a namespace: nothing of it is found any more, and what its running rows commit is not cached.
 
-Cost: its runs. Errors: ArgumentError.)")
-      .def("_take_packed", &take_packed)
+Errors: ArgumentError.)")
+      .def("_plan", &plan, nb::arg("rows").none(), nb::arg("counts").none())
       .def("pass_fence", &pass_fence, nb::arg("step").none(),
-           R"(Says that this step and those before it have finished on every device: what waited for them is free.
+           R"(Say that this step and all before it have finished on every device: what waited for them is free.
 
-Cost: what comes free. Errors: ArgumentError for a step that was not taken yet.)")
-      .def("pages", &pages, nb::arg("row").none(), nb::arg("group").none(),
-           R"(The page ids of a row in a group: [pages] int32; 0 where a page left the window.
+Errors: ArgumentError for a step that was not planned yet.)")
+      .def("page_ids", &page_ids, nb::arg("row").none(), nb::arg("group").none(),
+           R"(The page ids of a row in a group: [pages] int32; 0 where a page has left the window.
 
-Cost O(pages). Errors: ArgumentError, OutOfRangeError, NotHeldError.)")
+Errors: ArgumentError, OutOfRangeError, NotHeldError.)")
       .def("first_pages", &first_pages, nb::arg("rows").none(), nb::arg("group").none(),
-           "The first page of each row that is still in the window, by its place in the row: [rows] int32. Cost "
-           "O(rows). "
-           "Errors: as `pages`.")
+           "The first page of each row that is still in the window, counted from the row's beginning. An integer for one "
+           "row, [rows] int32 for an array. Errors: as `page_ids`.")
       .def("reserved", &lengths<&Manager::Lengths::reserved>, nb::arg("rows").none(),
-           "Tokens of each row that have a place: [rows] int32. Cost O(rows). Errors: OutOfRangeError, NotHeldError.")
+           "How many tokens of each row have a place. An integer for one row, [rows] int32 for an array. Errors: "
+           "OutOfRangeError, NotHeldError.")
+      .def("computed", &lengths<&Manager::Lengths::computed>, nb::arg("rows").none(),
+           "How many tokens of each row were planned into a step. As `reserved`.")
       .def("committed", &lengths<&Manager::Lengths::committed>, nb::arg("rows").none(),
-           "Tokens of each row that are computed and known: [rows] int32. Cost O(rows). Errors: as `reserved`.")
+           "How many tokens of each row are computed and known. As `reserved`.")
       .def("stored", &lengths<&Manager::Lengths::stored>, nb::arg("rows").none(),
-           "Tokens of each row that the tree has: [rows] int32. Cost O(rows). Errors: as `reserved`.")
+           "How many tokens of each row the tree has. As `reserved`.")
       .def("_counts", &counts)
-      .def_prop_ro(
-          "page_size", [](const Managed& self) { return self.core.resume_step(); },
-          "Tokens of a page of the tree: where the pages of all groups end. O(1).")
-      .def(
-          "counts", [](const Managed& self) { return tree_counts(self.core.tree()); },
-          nb::sig("def counts(self) -> Counts"),
-          "What the tree holds, as PrefixTree.counts: a column for each page of a group. O(columns).")
-      .def(
-          "nodes",
-          [](const Managed& self, nb::handle most, nb::handle run, nb::handle space) {
-            return list_nodes(self.core.tree(), most, run, space);
-          },
-          nb::arg("max_nodes").none() = 1000, nb::arg("max_tokens").none() = 32,
-          nb::arg("namespace").none() = nb::none(),
-          "Nodes of the tree to look at, as PrefixTree.nodes. Cost O(nodes shown). Errors: ArgumentError.")
-      .def(
-          "listen", [](Managed& self, nb::handle listener) { listen(self.core.tree(), self, listener); },
-          nb::arg("listener").none(), "As `PrefixTree.listen`: events of the tree. O(1). Errors: ArgumentError.")
-      .def(
-          "unlisten", [](Managed& self, nb::handle listener) { unlisten(self.core.tree(), self, listener); },
-          nb::arg("listener").none(), "Ends what `listen` began. O(listeners). Errors: ArgumentError.")
-      .def(
-          "reset", [](Managed& self) { self.core.reset(); },
-          "Forgets everything: rows, leases, what is cached, the step's delta. Cost O(pages). Tells no listener.")
+      .def("_tree_counts", [](const Managed& self) { return tree_counts(self.core.tree()); })
+      .def("_tree_nodes",
+           [](const Managed& self, nb::handle most, nb::handle run, nb::handle space) {
+             return list_nodes(self.core.tree(), most, run, space);
+           },
+           nb::arg("max_nodes").none(), nb::arg("max_tokens").none(), nb::arg("namespace").none())
+      .def("_tree_listen", [](Managed& self, nb::handle listener) { listen(self.core.tree(), self, listener); },
+           nb::arg("listener").none())
+      .def("_tree_unlisten", [](Managed& self, nb::handle listener) { unlisten(self.core.tree(), self, listener); },
+           nb::arg("listener").none())
+      .def("namespaces", &namespaces, "The namespaces that have cached pages or running rows, sorted.")
+      .def("reset", &reset,
+           R"(Forget everything: rows, leases, what is cached, and what the next delta would say; steps begin at 1 again.
+
+`Pools.reset` goes with it. Errors: ArgumentError while a step that was planned has not passed its fence.)")
       .def(
           "check", [](const Managed& self) { self.core.check(); },
-          "Verifies invariant 17 and those of its parts. Cost: a walk over all of it. Errors: InvariantError.");
+          "Verify invariant 17 and those of its parts, by a walk over all of it. Errors: InvariantError.");
 }
 
 }  // namespace pagoda::bind

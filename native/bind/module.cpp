@@ -9,10 +9,9 @@ NB_MODULE(_native, m) {
   init_arrays();
   init_errors();
   bind_free_list(m);
-  bind_page_table(m);
   bind_prefix_tree(m);
   bind_manager(m);
-  bind_delta_reader(m);
+  bind_rank(m);
   m.def(
       "sum_ids",
       [](nb::handle ids) {

@@ -9,9 +9,8 @@ namespace nb = nanobind;
 
 void init_errors();
 void bind_free_list(nb::module_& m);
-void bind_page_table(nb::module_& m);
 void bind_prefix_tree(nb::module_& m);
 void bind_manager(nb::module_& m);
-void bind_delta_reader(nb::module_& m);
+void bind_rank(nb::module_& m);
 
 }  // namespace pagoda::bind

@@ -1,11 +1,13 @@
-// Which pages the tokens of each row lie in. In: row, position; out: page id.
+// Which pages the tokens of each row lie in. In: group, row, page of the row; out: page id.
 //
-// The host's copy is the truth; the pools keep one on the device and are told what to write.
-// A row only ever grows at its end until it is released: a step that is running on the device
-// never sees an entry change under it.
+// The tables of all groups lie one after the other in one array, [num_rows + 1, max_pages] int32 each, so that a write
+// is one place and one id wherever it goes. Row 0 of each table is padding, id 0 is no page. The manager's table is the
+// truth; every rank follows it, on the host and on its device, by the writes of deltas. A running row only ever grows at
+// its end: a step that is running on a device never sees a place change under it.
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "core/errors.hpp"
@@ -16,45 +18,44 @@ namespace pagoda {
 
 class PageTable {
  public:
-  // Rows 1 ... num_rows; row 0 is padding and stays empty.
-  PageTable(int64_t num_rows, int64_t max_pages_per_row, int64_t page_size);
+  struct Group {
+    std::string name;
+    int64_t max_pages;  // per row
+    int64_t num_pages;  // ids are 1 ... num_pages
+  };
+
+  // Rows 1 ... num_rows. Throws BadConfig where places pass 2^31.
+  PageTable(std::vector<Group> groups, int64_t num_rows);
 
   int64_t num_rows() const { return num_rows_; }
-  int64_t max_pages_per_row() const { return max_pages_; }
-  int64_t page_size() const { return math_.size(); }
+  int64_t num_groups() const { return static_cast<int64_t>(groups_.size()); }
+  const Group& group(int64_t g) const { return groups_[static_cast<size_t>(g)]; }
+  int64_t num_places() const { return begins_.back(); }
 
-  int64_t num_tokens(int64_t row) const { return lens_[require_row(row, 0)]; }
-  int64_t num_pages(int64_t row) const { return math_.pages_for(num_tokens(row)); }
-  const int32_t* pages(int64_t row) const { return entries_.data() + row * max_pages_; }
+  // Where the pages of a row begin: among all places, and in memory.
+  int64_t place(size_t g, int64_t row) const { return begins_[g] + row * groups_[g].max_pages; }
+  int32_t* row(size_t g, int64_t row) { return ids_.data() + place(g, row); }
+  const int32_t* row(size_t g, int64_t row) const { return ids_.data() + place(g, row); }
 
-  // What growing these rows to new_lens takes. Throws when they cannot grow so.
-  FreeList::Need plan_growth(FreeList& pages, Ids rows, Ids new_lens);
-
-  // Grows the rows by a plan that was just made. slots_out takes a slot a new token; index_out
-  // (row * max_pages_per_row + column) and page_ids_out the entries written.
-  void fill_growth(const FreeList::Need& need, FreeList& pages, Ids rows, Ids new_lens, int32_t* slots_out,
-                   int64_t* index_out, int32_t* page_ids_out);
-
-  // Adds num_tokens that lie in page_ids already, at a page boundary. index_out as above.
-  void append(int64_t row, Ids page_ids, int64_t num_tokens, int64_t* index_out);
-
-  // Empties a row. Its page ids are in pages(row)[0, num_pages) until the call.
-  void release(int64_t row);
-
-  // Throws BrokenInvariant with the first one broken. O(rows * pages).
-  void check() const;
+  // Throws BadId for the first place or id that is out of range.
+  void require_writes(Ids places, Ids page_ids) const;
+  // Sets each place to its id. Both are in range.
+  void write(Ids places, Ids page_ids);
 
  private:
-  int64_t require_row(int64_t row, int64_t position) const;
-  void require_room(int64_t row, int64_t num_pages) const;
+  // Places [begin, end) of one table, and the largest id that may be written there; -1 where none may: before the
+  // tables, in row 0, behind them.
+  struct Interval {
+    int64_t begin, end, limit;
+    const Group* group;
+  };
+  Interval interval_of(int64_t place) const;
+  [[noreturn]] void refuse(const Interval& interval, int64_t place, int64_t id, int64_t position) const;
 
+  std::vector<Group> groups_;
   int64_t num_rows_;
-  int64_t max_pages_;
-  PageMath math_;
-  std::vector<int32_t> lens_;                   // [num_rows + 1], in tokens
-  LazyArray<int32_t> entries_;                  // [num_rows + 1, max_pages], 0 behind a row's end
-  BitSet seen_;                                 // scratch of one call, empty between calls
-  std::vector<int32_t> old_lens_, last_slots_;  // likewise
+  std::vector<int64_t> begins_;  // [groups + 1], of the tables, and where the last one ends
+  LazyArray<int32_t> ids_;       // [num_places]
 };
 
 }  // namespace pagoda

@@ -367,6 +367,22 @@ void PrefixTree::punch_page(int set, int32_t id) {
   if (!has_full_) prune(node);
 }
 
+void PrefixTree::replace_page(int set, int32_t old_id, int32_t new_id) {
+  const int64_t place = places_[static_cast<size_t>(set)][old_id];
+  const auto [node, first_page] = owners_[runs_.chunk_of(place)];
+  const auto& columns = columns_of_[static_cast<size_t>(set)];
+  int column = columns[0];
+  for (size_t i = 1; runs_.id_at(column, place) != old_id; ++i) column = columns[i];
+  if (is_listened_) {
+    const Hole at{node, column, first_page + place % runs_.pages_per_chunk(), place};
+    events_.reserve(events_.size() + 2);
+    events_.push_back(page_event(false, at, old_id));
+    events_.push_back(page_event(true, at, new_id));
+  }
+  runs_.id_at(column, place) = new_id;
+  places_[static_cast<size_t>(set)][new_id] = static_cast<uint32_t>(place);
+}
+
 void PrefixTree::prune(int32_t node) {
   while (!nodes_[node].is_root() && nodes_[node].first_child < 0 && nodes_[node].locks == 0) {
     for (int c = 0; c < num_columns(); ++c) {

@@ -205,6 +205,8 @@ class PrefixTree {
   void follow(std::vector<int> set_of, const std::vector<int64_t>& num_ids);
   // Makes a hole of a page that is followed, whoever protects it. O(1).
   void punch_page(int set, int32_t id);
+  // Gives a page that is followed another id, whoever protects it. O(1).
+  void replace_page(int set, int32_t old_id, int32_t new_id);
 
   // Forgets pages whose contents are bad, in columns [first, first + count), and all that continues them. What nobody
   // protects comes free, by column; the rest cannot be found any more, and is the coldest once released.
@@ -212,6 +214,8 @@ class PrefixTree {
   // Whether something is there that nobody can find any more: lost, or of a dropped namespace.
   bool has_lost() const { return num_lost_ > 0 || names_.size() > roots_.size(); }
   bool is_lost(LeaseId lease) const;
+  // Whether a lease lies below what was discarded.
+  bool is_discarded(LeaseId lease) const;
   // Whether a page that is followed lies there.
   bool is_lost(int set, int32_t id) const;
 

@@ -241,6 +241,8 @@ bool PrefixTree::is_below_lost(int32_t node) const {
 
 bool PrefixTree::is_lost(LeaseId lease) const { return is_lost(require(lease).node); }
 
+bool PrefixTree::is_discarded(LeaseId lease) const { return is_below_lost(require(lease).node); }
+
 bool PrefixTree::is_lost(int set, int32_t id) const {
   return is_lost(owners_[runs_.chunk_of(places_[static_cast<size_t>(set)][id] & 0xFFFFFFFF)].node);
 }

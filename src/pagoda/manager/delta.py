@@ -1,4 +1,6 @@
-"""What one step changes, in one array that can be pickled and copied to a device at once."""
+"""What one step computes and changes, in one array that can be pickled and copied to a device at once.
+
+The format of the array is known to native/core/delta.hpp alone; here its sections are views."""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pagoda._native import read_delta
 from pagoda.errors import ArgumentError
-from pagoda.layout.numbers import integer
 
 __all__ = ["Delta"]
 
@@ -16,75 +18,100 @@ Int32 = npt.NDArray[np.int32]
 
 
 class Delta:
-    """Table writes and page copies of one step.
+    """The rows of one step, and the page copies and table writes that come before it computes.
 
-    `packed` is [step in two halves of 31 bits, writes, copies of each group …, places, ids, then sources
-    and targets of each group] int32; everything else is a view of it. Two are equal when their arrays are.
-    Errors: ArgumentError for an array that is no delta of so many groups."""
+    `packed` is the whole of it, [words] int32: what is sent to each rank. Everything else is a view of it.
+    Two deltas are equal when their arrays are. Errors: ArgumentError for an array that is not a delta.
+    """
 
-    __slots__ = ("num_groups", "packed", "step")
+    __slots__ = ("_sections", "packed", "step")
 
     packed: Int32
-    num_groups: int
     step: int  # the step's number
+    _sections: dict[tuple[str, int], Int32] | None
 
-    def __init__(self, packed: Int32, num_groups: int) -> None:
-        head = 3 + integer(num_groups, "num_groups", 0, ArgumentError)
-        if (
-            not isinstance(packed, np.ndarray)
-            or packed.ndim != 1
-            or packed.dtype != np.int32
-            or packed.shape[0] < head
-        ):
+    def __init__(self, packed: Int32) -> None:
+        if not isinstance(packed, np.ndarray) or packed.ndim != 1 or packed.dtype != np.int32:
             raise ArgumentError("packed: give the int32 array of a delta")
-        sizes = packed[2:head]
-        if (sizes < 0).any() or packed.shape[0] != head + 2 * int(sizes.sum()):
-            raise ArgumentError(f"packed: {packed.shape[0]} entries are no delta of {num_groups} groups")
-        self.packed, self.num_groups = packed, num_groups
-        self.step = int(packed[0]) | int(packed[1]) << 31
+        self.packed, self._sections = packed, None
+        self.step = read_delta(packed)[0]
+
+    @classmethod
+    def _of(cls, step: int, packed: Int32) -> Delta:
+        """A delta that the manager has just made: there is nothing to check."""
+        delta = cls.__new__(cls)
+        delta.step, delta.packed, delta._sections = step, packed, None
+        return delta
+
+    def _section(self, name: str, group: int = 0) -> Int32:
+        if self._sections is None:
+            self._sections = {
+                (found, of): self.packed[begin : begin + size]
+                for found, of, begin, size in read_delta(self.packed)[2]
+            }
+        return self._sections.get((name, group), self.packed[:0])
 
     @property
-    def num_writes(self) -> int:
-        """Entries of tables that change. O(1)."""
-        return int(self.packed[2])
+    def num_groups(self) -> int:
+        """Groups of the manager."""
+        return read_delta(self.packed)[1]
 
     @property
-    def index(self) -> Int32:
-        """[writes] int32: places in the flat table of all groups, each once. O(1)."""
-        head = 3 + self.num_groups
-        return self.packed[head : head + self.num_writes]
+    def rows(self) -> Int32:
+        """[rows] int32: the rows that the step computes, in the order that they were planned in."""
+        return self._section("rows")
+
+    @property
+    def lengths(self) -> Int32:
+        """[rows] int32: tokens of each row once the step is computed."""
+        return self._section("lengths")
+
+    @property
+    def counts(self) -> Int32:
+        """[rows] int32: tokens of each row that the step computes, its last ones."""
+        return self._section("counts")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return int(self.counts.sum())
+
+    @property
+    def places(self) -> Int32:
+        """[writes] int32: places in the page tables of all groups, each once."""
+        return self._section("places")
 
     @property
     def page_ids(self) -> Int32:
-        """[writes] int32: what to write there. O(1)."""
-        begin = 3 + self.num_groups + self.num_writes
-        return self.packed[begin : begin + self.num_writes]
+        """[writes] int32: what to write there."""
+        return self._section("page_ids")
 
     @property
     def copies(self) -> tuple[tuple[Int32, Int32], ...]:
-        """For each group, sources and targets of page copies: [copies] int32 each. O(groups)."""
-        at = 3 + self.num_groups + 2 * self.num_writes
-        found = []
-        for n in self.packed[3 : 3 + self.num_groups].tolist():
-            found.append((self.packed[at : at + n], self.packed[at + n : at + 2 * n]))
-            at += 2 * n
-        return tuple(found)
+        """For each group, sources and targets of page copies: [copies] int32 each."""
+        return tuple(
+            (self._section("sources", group), self._section("targets", group))
+            for group in range(self.num_groups)
+        )
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of `packed`: what is copied to a device. O(1)."""
+        """Bytes of `packed`: what is copied to a device."""
         return self.packed.nbytes
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Delta):
             return NotImplemented
-        return self.num_groups == other.num_groups and np.array_equal(self.packed, other.packed)
+        return np.array_equal(self.packed, other.packed)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Delta, (self.packed, self.num_groups)
+        return Delta, (self.packed,)
 
     def __repr__(self) -> str:
         copies = sum(len(sources) for sources, _ in self.copies)
-        return f"Delta(step {self.step}: {self.num_writes} writes, {copies} page copies)"
+        return (
+            f"Delta(step {self.step}: {self.num_tokens} tokens of {len(self.rows)} rows; "
+            f"{len(self.places)} table writes, {copies} page copies)"
+        )

@@ -1,0 +1,100 @@
+#include "core/rank.hpp"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <limits>
+
+#include "bind/arrays.hpp"
+#include "bind/module.hpp"
+#include "bind/tree.hpp"
+
+namespace pagoda::bind {
+
+namespace {
+
+constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
+
+void construct(Rank* self, nb::handle groups, nb::handle num_rows, nb::handle max_tokens) {
+  to_config([&] {
+    std::vector<PageTable::Group> tables;
+    std::vector<KernelPages> pages;
+    const int64_t tokens = to_int(max_tokens, "max_tokens", 1, kMaxId);
+    for (const nb::object& group : to_items(groups, "groups", "groups")) {
+      const nb::tuple parts = nb::cast<nb::tuple>(group);
+      const int64_t page_tokens = to_int(parts[2], "page_tokens", 1, kMaxId);
+      tables.push_back({to_text(parts[0], "name of a group"), PageMath(page_tokens).pages_for(tokens),
+                        to_int(parts[1], "capacity", 0, kMaxId)});
+      pages.push_back({page_tokens, to_int(parts[3], "kernel_page_tokens", 1, page_tokens),
+                       parts[4].is_none() ? 0 : to_int(parts[4], "window", 1, int64_t{1} << 40),
+                       to_int(parts[5], "max_indices", 0, kMaxId)});
+    }
+    new (self) Rank(std::move(tables), std::move(pages), to_int(num_rows, "num_rows", 1, kMaxId - 1), tokens);
+  });
+}
+
+nb::tuple check(const Rank& self, nb::handle packed, nb::handle step) {
+  IdArray array(packed, "packed");
+  const int64_t next = to_int(step, "step", 0, std::numeric_limits<int64_t>::max());
+  const Rank::Content found = self.check(array.borrow(), next);
+  nb::list copies;
+  for (const Rank::Copies& each : found.copies) {
+    copies.append(nb::make_tuple(each.group, each.sources, each.targets, each.n, each.is_disjoint));
+  }
+  return nb::make_tuple(found.num_rows, found.num_tokens, found.rows, found.lengths, found.starts, found.num_writes,
+                        found.places, found.page_ids, copies);
+}
+
+void follow(Rank& self, nb::handle packed) {
+  IdArray array(packed, "packed");
+  self.follow(array.borrow());
+}
+
+template <typename T>
+T* at(const nb::list& addresses, size_t i) {
+  return reinterpret_cast<T*>(nb::cast<uintptr_t>(addresses[i]));
+}
+
+void fill(const Rank& self, nb::handle packed, int64_t num_rows, int64_t num_tokens, const nb::list& addresses) {
+  IdArray array(packed, "packed");
+  const BatchBuffers shared{at<int32_t>(addresses, 0), at<int32_t>(addresses, 1), at<int32_t>(addresses, 2),
+                            at<int64_t>(addresses, 3)};
+  std::vector<GroupBuffers> groups;
+  for (size_t i = 4; i < addresses.size(); i += 6) {
+    groups.push_back({at<int64_t>(addresses, i), at<int32_t>(addresses, i + 1), at<int32_t>(addresses, i + 2),
+                      at<int32_t>(addresses, i + 3), at<int32_t>(addresses, i + 4), at<int32_t>(addresses, i + 5)});
+  }
+  self.fill(array.borrow(), num_rows, num_tokens, shared, groups);
+}
+
+// The sections of a delta that are not empty: (name, group, begin, size) each.
+nb::tuple read_delta(nb::handle packed) {
+  static const char* const names[] = {"rows",   "lengths",  "counts",  "starts",
+                                      "places", "page_ids", "sources", "targets"};
+  IdArray array(packed, "packed");
+  const DeltaView delta(array.borrow());
+  nb::list sections;
+  delta.for_sections([&](Section kind, int64_t group, int64_t begin, int64_t size) {
+    sections.append(nb::make_tuple(names[static_cast<int>(kind) - 1], group, begin, size));
+  });
+  return nb::make_tuple(delta.step(), delta.num_groups(), sections);
+}
+
+}  // namespace
+
+void bind_rank(nb::module_& m) {
+  m.def("read_delta", &read_delta, nb::arg("packed").none(),
+        "The step of a delta, its number of groups, and its sections: (name, group, begin, size) each.");
+  nb::class_<Rank>(m, "Rank", "The host's half of pagoda.pools.Pools.")
+      .def("__init__", &construct, nb::arg("groups").none(), nb::arg("num_rows").none(), nb::arg("max_tokens").none())
+      .def("check", &check, nb::arg("packed").none(), nb::arg("step").none(),
+           R"(What a delta asks for, once it is known to be right in every number: rows and tokens of the step, where rows, lengths
+and starts begin, the number of table writes and where they begin, and the page copies of each group.
+
+Errors: ArgumentError, OutOfRangeError.)")
+      .def("follow", &follow, nb::arg("packed").none(), "Writes the host's tables, of a delta that was checked.")
+      .def("fill", &fill, nb::arg("packed").none(), nb::arg("num_rows"), nb::arg("num_tokens"), nb::arg("addresses"),
+           "Fills a batch's buffers on the host, which are given by their addresses, in the order of their declaration.");
+}
+
+}  // namespace pagoda::bind

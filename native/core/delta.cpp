@@ -1,0 +1,75 @@
+#include "core/delta.hpp"
+
+#include <algorithm>
+#include <limits>
+
+namespace pagoda {
+
+int64_t DeltaLayout::head_size() const {
+  return aligned(DeltaView::kFixed + 4 * static_cast<int64_t>(sections_.size()));
+}
+
+int64_t DeltaLayout::size() const {
+  int64_t n = head_size();
+  for (const Entry& section : sections_) n = aligned(n + section.size);
+  return n;
+}
+
+int64_t DeltaLayout::write_head(int64_t step, int32_t* out) const {
+  const int64_t head = head_size();
+  *out++ = DeltaView::kFormat;
+  *out++ = static_cast<int32_t>(step & std::numeric_limits<int32_t>::max());
+  *out++ = static_cast<int32_t>(step >> 31);
+  *out++ = static_cast<int32_t>(num_groups_);
+  *out++ = static_cast<int32_t>(sections_.size());
+  int64_t at = head;
+  for (const Entry& section : sections_) {
+    *out++ = static_cast<int32_t>(section.kind);
+    *out++ = static_cast<int32_t>(section.group);
+    *out++ = static_cast<int32_t>(at);
+    *out++ = static_cast<int32_t>(section.size);
+    at = aligned(at + section.size);
+  }
+  return head;
+}
+
+DeltaView::DeltaView(Ids packed) : packed_(packed), step_(0) {
+  const auto refuse = [&](const char* why) {
+    throw BadArgument("packed: " + text(packed.size) + " integers are not a delta: " + why);
+  };
+  if (packed.size < kFixed || packed[0] != kFormat) refuse("they do not begin with its format");
+  if (packed[1] < 0 || packed[2] < 0 || packed[3] < 0) refuse("the head has a negative number");
+  const int64_t num_sections = packed[4];
+  if (num_sections < 0 || kFixed + 4 * num_sections > packed.size) refuse("the directory is cut off");
+  step_ = packed[1] | int64_t{packed[2]} << 31;
+  for (int64_t i = 0; i < num_sections; ++i) {
+    const int32_t* entry = packed.data + kFixed + 4 * i;
+    const int64_t group = entry[1], begin = entry[2], size = entry[3];
+    if (group < 0 || group >= std::max<int64_t>(1, num_groups())) refuse("a section is of no group");
+    if (begin < kFixed + 4 * num_sections || size < 0 || begin + size > packed.size) refuse("a section is cut off");
+  }
+  const auto require_equal = [&](Section a, Section b, int64_t more, int64_t group) {
+    if (section(a, group).size + (section(a, group).size > 0 ? more : 0) != section(b, group).size) {
+      refuse("two sections that belong together differ in size");
+    }
+  };
+  require_equal(Section::kRows, Section::kLengths, 0, 0);
+  require_equal(Section::kRows, Section::kCounts, 0, 0);
+  require_equal(Section::kRows, Section::kStarts, 1, 0);
+  require_equal(Section::kPlaces, Section::kPageIds, 0, 0);
+  for_sections([&](Section kind, int64_t group, int64_t, int64_t) {
+    if (kind == Section::kSources || kind == Section::kTargets) {
+      require_equal(Section::kSources, Section::kTargets, 0, group);
+    }
+  });
+}
+
+Ids DeltaView::section(Section kind, int64_t group) const {
+  for (int64_t i = 0; i < packed_[4]; ++i) {
+    const int32_t* entry = packed_.data + kFixed + 4 * i;
+    if (entry[0] == static_cast<int32_t>(kind) && entry[1] == group) return {packed_.data + entry[2], entry[3]};
+  }
+  return {packed_.data, 0};
+}
+
+}  // namespace pagoda

@@ -1,0 +1,93 @@
+// The format of a delta: what one step computes and changes, as one int32 array that every rank gets.
+//
+//     [format, step in two halves of 31 bits, number of groups, number of sections]
+//     [kind, group, begin, size] of each section: the directory
+//     the sections, each at a multiple of four words, so that it is aligned wherever the array is copied to
+//
+// Sections are found through the directory, by kind and group; one that is empty may be left out, and one of an
+// unknown kind is passed over. This file is the only place that knows the format.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/errors.hpp"
+#include "core/free_list.hpp"
+
+namespace pagoda {
+
+enum class Section : int32_t {
+  kRows = 1,      // [rows] rows of the step
+  kLengths = 2,   // [rows] tokens of each once the step is computed
+  kCounts = 3,    // [rows] tokens of each that the step computes
+  kStarts = 4,    // [rows + 1] where the step's tokens of each begin: counts summed up from 0
+  kPlaces = 5,    // [writes] places in the page tables
+  kPageIds = 6,   // [writes] what to write there
+  kSources = 7,   // [copies] of one group: pages to copy
+  kTargets = 8,   // [copies] of one group: where to
+};
+
+// Where the sections of a delta lie. In: kinds and sizes; out: an array with a head.
+class DeltaLayout {
+ public:
+  explicit DeltaLayout(int64_t num_groups, int64_t max_sections) : num_groups_(num_groups) {
+    sections_.reserve(static_cast<size_t>(max_sections));
+  }
+  // An empty section is left out.
+  void add(Section kind, int64_t group, int64_t size) {
+    if (size > 0) sections_.push_back({kind, group, size});
+  }
+  // Words of the whole array.
+  int64_t size() const;
+  // Writes the head, and calls fill(kind, group, where) for each section.
+  template <typename Fill>
+  void write(int64_t step, int32_t* out, Fill fill) const {
+    int64_t at = write_head(step, out);
+    for (const Entry& section : sections_) {
+      fill(section.kind, section.group, out + at);
+      at = aligned(at + section.size);
+    }
+  }
+
+ private:
+  struct Entry {
+    Section kind;
+    int64_t group, size;
+  };
+  static int64_t aligned(int64_t words) { return (words + 3) / 4 * 4; }
+  int64_t head_size() const;
+  int64_t write_head(int64_t step, int32_t* out) const;
+
+  int64_t num_groups_;
+  std::vector<Entry> sections_;
+};
+
+// A look into a delta. Throws BadArgument for an array that is none.
+class DeltaView {
+ public:
+  explicit DeltaView(Ids packed);
+
+  int64_t step() const { return step_; }
+  int64_t num_groups() const { return packed_[3]; }
+  // A section, empty where there is none.
+  Ids section(Section kind, int64_t group = 0) const;
+  // Calls each(kind, group, begin, size) for every section of a kind that is known.
+  template <typename Each>
+  void for_sections(Each each) const {
+    for (int64_t i = 0; i < packed_[4]; ++i) {
+      const int32_t* entry = packed_.data + kFixed + 4 * i;
+      if (entry[0] >= 1 && entry[0] <= static_cast<int32_t>(Section::kTargets)) {
+        each(static_cast<Section>(entry[0]), entry[1], entry[2], entry[3]);
+      }
+    }
+  }
+
+  static constexpr int64_t kFixed = 5;  // words before the directory
+  static constexpr int32_t kFormat = 0x50474431;
+
+ private:
+  Ids packed_;
+  int64_t step_;
+};
+
+}  // namespace pagoda

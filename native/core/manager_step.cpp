@@ -1,0 +1,211 @@
+// Steps and ends: the delta of a step, fences, rows that are released.
+#include <algorithm>
+#include <numeric>
+
+#include "core/manager.hpp"
+
+namespace pagoda {
+
+// ── steps ───────────────────────────────────────────────────────────────────────────────────────────
+
+DeltaLayout Manager::lay_out(Ids rows, const PerRow& counts) {
+  require_rows(rows);
+  require_counts(rows, counts, "counts");
+  for (int64_t i = 0; i < rows.size; ++i) {
+    const Row& row = this->row(rows[i]);
+    if (counts[i] > row.reserved - row.computed) {
+      throw BadArgument("row " + text(rows[i]) + " has " + text(row.reserved - row.computed) +
+                        " tokens reserved and not computed: cannot plan " + text(counts[i]) + "; reserve them first");
+    }
+  }
+  DeltaLayout layout(num_groups(), 6 + 2 * num_groups());
+  const int64_t num_writes = static_cast<int64_t>(places_.size());
+  layout.add(Section::kRows, 0, rows.size);
+  layout.add(Section::kLengths, 0, rows.size);
+  layout.add(Section::kCounts, 0, rows.size);
+  layout.add(Section::kStarts, 0, rows.size > 0 ? rows.size + 1 : 0);
+  layout.add(Section::kPlaces, 0, num_writes);
+  layout.add(Section::kPageIds, 0, num_writes);
+  for (const Group& group : groups_) {
+    layout.add(Section::kSources, group.number, static_cast<int64_t>(group.sources.size()));
+    layout.add(Section::kTargets, group.number, static_cast<int64_t>(group.targets.size()));
+  }
+  return layout;
+}
+
+void Manager::plan(Ids rows, const PerRow& counts, const DeltaLayout& layout, int32_t* out) {
+  for (int64_t i = 0; i < rows.size; ++i) row(rows[i]).computed += static_cast<int32_t>(counts[i]);
+  layout.write(step_, out, [&](Section kind, int64_t g, int32_t* at) {
+    const Group& group = groups_[static_cast<size_t>(g)];
+    switch (kind) {
+      case Section::kRows:
+        std::copy_n(rows.data, rows.size, at);
+        break;
+      case Section::kLengths:
+        for (int64_t i = 0; i < rows.size; ++i) at[i] = row(rows[i]).computed;
+        break;
+      case Section::kCounts:
+        for (int64_t i = 0; i < rows.size; ++i) at[i] = static_cast<int32_t>(counts[i]);
+        break;
+      case Section::kStarts:
+        at[0] = 0;
+        for (int64_t i = 0; i < rows.size; ++i) at[i + 1] = at[i] + static_cast<int32_t>(counts[i]);
+        break;
+      case Section::kPlaces:
+        std::copy(places_.begin(), places_.end(), at);
+        break;
+      case Section::kPageIds:
+        std::copy(page_ids_.begin(), page_ids_.end(), at);
+        break;
+      case Section::kSources:
+        std::copy(group.sources.begin(), group.sources.end(), at);
+        break;
+      case Section::kTargets:
+        std::copy(group.targets.begin(), group.targets.end(), at);
+        break;
+    }
+  });
+  clear_delta();
+  ++step_;
+}
+
+void Manager::clear_delta() {
+  places_.clear();
+  page_ids_.clear();
+  for (Group& group : groups_) {
+    for (const int32_t target : group.targets) group.source_of[target] = 0;
+    group.sources.clear();
+    group.targets.clear();
+  }
+}
+
+void Manager::pass_fence(int64_t fence) {
+  if (fence >= step_) {
+    throw BadArgument("step " + text(fence) + " has not been planned yet: the next one is " + text(step_));
+  }
+  passed_ = std::max(passed_, fence);
+  waiting_.pass(fence, [&](const LeaseId& lease) { tree_.release(lease); });
+  for (Group& group : groups_) {
+    group.pages.pass_fence(fence);
+    if (group.has_window()) group.cached.leaving.pass(fence, [&](int32_t page) { let_go(group, page); });
+  }
+  row_ids_.pass_fence(fence);
+}
+
+void Manager::grow_writes(int64_t n) {
+  grow(places_, places_.size() + static_cast<size_t>(n));
+  grow(page_ids_, page_ids_.size() + static_cast<size_t>(n));
+}
+
+void Manager::grow_columns(int64_t tree_pages) {
+  for (const Group& group : groups_) {
+    for (int c = group.first_column; group.num_columns > 1 && c < group.first_column + group.num_columns; ++c) {
+      grow(columns_[static_cast<size_t>(c)], static_cast<size_t>(tree_pages));
+    }
+  }
+}
+
+void Manager::write(size_t g, int64_t row, int64_t page, const int32_t* ids, int64_t n) {
+  const int32_t place = static_cast<int32_t>(table_.place(g, row) + page);
+  if (n == 1) {  // as in most decode steps
+    places_.push_back(place);
+    page_ids_.push_back(*ids);
+    return;
+  }
+  const size_t before = places_.size();
+  places_.resize(before + static_cast<size_t>(n));
+  std::iota(places_.begin() + static_cast<std::ptrdiff_t>(before), places_.end(), place);
+  page_ids_.insert(page_ids_.end(), ids, ids + n);
+}
+
+// ── the end of a row ────────────────────────────────────────────────────────────────────────────────
+
+void Manager::release(Ids rows) {
+  require_rows(rows);
+  clear_given_up();
+  for (auto& ended : ended_) ended.clear();
+  for (int64_t i = 0; i < rows.size; ++i) {
+    const bool is_touched = this->is_touched(rows[i]);
+    ended_[is_touched].push_back(rows[i]);
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      const int32_t* ids = table_.row(g, rows[i]);
+      const uint8_t* own = groups_[g].owned(rows[i]);
+      for (int64_t p = first(rows[i], g), to = end(rows[i], g); p < to; ++p) {
+        if (own[p] != 0) groups_[g].given_up[is_touched].push_back(ids[p]);
+      }
+    }
+  }
+  // Memory is asked for: what follows does not fail.
+  for (const bool is_touched : {false, true}) {
+    const int64_t num_rows = static_cast<int64_t>(ended_[is_touched].size());
+    waiting_.reserve(num_rows, is_touched);
+    row_ids_.expect(num_rows, fence(is_touched));
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      Group& group = groups_[g];
+      group.pages.expect(static_cast<int64_t>(group.given_up[is_touched].size()), fence(is_touched));
+      if (!group.has_window() || fence(is_touched) <= passed_) continue;
+      int64_t leaving = 0;
+      for (const int32_t number : ended_[is_touched]) leaving += end(number, g) - first(number, g);
+      group.cached.leaving.reserve(leaving, is_touched);
+    }
+  }
+  for (int64_t i = 0; i < rows.size; ++i) {
+    const bool is_touched = this->is_touched(rows[i]);
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      Group& group = groups_[g];
+      if (!group.has_window()) continue;
+      const int32_t* ids = table_.row(g, rows[i]);
+      const uint8_t* own = group.owned(rows[i]);
+      for (int64_t p = first(rows[i], g), to = end(rows[i], g); p < to; ++p) {
+        if (own[p] != 0) {
+          group.cached.unlink_duplicate(group.place(rows[i], p));
+        } else {
+          leave(group, ids[p], is_touched);
+        }
+      }
+    }
+    if (fence(is_touched) <= passed_) {
+      tree_.release(request(rows[i]).lease);
+    } else {
+      waiting_.push(fence(is_touched), is_touched, request(rows[i]).lease);
+    }
+    clear(rows[i]);
+  }
+  free_given_up();
+  for (const bool is_touched : {false, true}) {
+    const auto& ended = ended_[is_touched];
+    row_ids_.free({ended.data(), static_cast<int64_t>(ended.size())}, fence(is_touched));
+  }
+}
+
+// Makes a row one that does not run. Ids before its first live one are never looked at.
+void Manager::clear(int64_t number) {
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const int64_t from = first(number, g), n = end(number, g) - from;
+    std::fill_n(table_.row(g, number) + from, n, 0);
+    std::fill_n(groups_[g].owned(number) + from, n, uint8_t{0});
+    first(number, g) = end(number, g) = 0;
+  }
+  row(number) = {};
+  request(number) = {};
+}
+
+void Manager::clear_given_up() {
+  for (Group& group : groups_) {
+    for (auto& ids : group.given_up) ids.clear();
+  }
+}
+
+void Manager::free_given_up() {
+  for (Group& group : groups_) {
+    for (const bool is_touched : {false, true}) {
+      const auto& ids = group.given_up[is_touched];
+      if (ids.empty()) continue;
+      group.pages.free({ids.data(), static_cast<int64_t>(ids.size())}, fence(is_touched));
+      group.num_own -= static_cast<int64_t>(ids.size());
+    }
+  }
+  clear_given_up();
+}
+
+}  // namespace pagoda

@@ -1,0 +1,152 @@
+#include "core/rank.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace pagoda {
+
+Rank::Rank(std::vector<PageTable::Group> tables, std::vector<KernelPages> pages, int64_t num_rows, int64_t max_tokens)
+    : table_(std::move(tables), num_rows), pages_(std::move(pages)), max_tokens_(max_tokens) {}
+
+Rank::Content Rank::check(Ids packed, int64_t step) const {
+  const DeltaView delta(packed);
+  if (delta.num_groups() != table_.num_groups()) {
+    std::string names;
+    for (int64_t g = 0; g < table_.num_groups(); ++g) names += (g == 0 ? "" : ", ") + table_.group(g).name;
+    throw BadArgument("delta: it has " + text(delta.num_groups()) + " groups, and these pools have " +
+                      text(table_.num_groups()) + ": " + names);
+  }
+  if (delta.step() != step) {
+    throw BadArgument("delta: it is of step " + text(delta.step()) + ", and the next one is step " + text(step) +
+                      ": apply every delta once, in the order of Manager.plan");
+  }
+  const auto begin = [&](Ids section) { return section.size == 0 ? 0 : section.data - packed.data; };
+  const Ids rows = delta.section(Section::kRows), lengths = delta.section(Section::kLengths);
+  const Ids counts = delta.section(Section::kCounts), starts = delta.section(Section::kStarts);
+  check_rows(rows, lengths, counts, starts);
+  const Ids places = delta.section(Section::kPlaces), page_ids = delta.section(Section::kPageIds);
+  table_.require_writes(places, page_ids);
+  Content content{rows.size,   starts.size == 0 ? 0 : starts[starts.size - 1],
+                  begin(rows), begin(lengths),
+                  begin(starts), places.size,
+                  begin(places), begin(page_ids),
+                  {}};
+  for (int64_t g = 0; g < table_.num_groups(); ++g) {
+    const Ids sources = delta.section(Section::kSources, g), targets = delta.section(Section::kTargets, g);
+    if (sources.size == 0) continue;
+    const PageTable::Group& group = table_.group(g);
+    check_range(sources, group, "sources");
+    check_range(targets, group, "targets");
+    content.copies.push_back({g, begin(sources), begin(targets), sources.size, is_disjoint(sources, targets, group)});
+  }
+  return content;
+}
+
+void Rank::check_rows(Ids rows, Ids lengths, Ids counts, Ids starts) const {
+  int64_t sum = 0;
+  for (int64_t i = 0; i < rows.size; ++i) {
+    if (rows[i] < 1 || rows[i] > table_.num_rows()) {
+      throw BadId{IdFault::kOutOfRange, rows[i], i,
+                  "rows[" + text(i) + "] = " + text(rows[i]) + " is out of range: rows are 1 to " +
+                      text(table_.num_rows()) + ": build the pools with the manager's num_rows"};
+    }
+    if (counts[i] < 0 || lengths[i] < counts[i] || lengths[i] > max_tokens_) {
+      throw BadArgument("delta: row " + text(rows[i]) + " computes " + text(counts[i]) + " of " + text(lengths[i]) +
+                        " tokens, and a row has at most " + text(max_tokens_) +
+                        ": build the pools with the manager's max_tokens");
+    }
+    if (starts[i] != sum) throw BadArgument("delta: starts are not the sums of counts");
+    sum += counts[i];
+  }
+  if (rows.size > 0 && starts[rows.size] != sum) throw BadArgument("delta: starts are not the sums of counts");
+}
+
+void Rank::check_range(Ids ids, const PageTable::Group& group, const char* what) const {
+  for (int64_t i = 0; i < ids.size; ++i) {
+    if (ids[i] >= 1 && ids[i] <= group.num_pages) continue;
+    throw BadId{IdFault::kOutOfRange, ids[i], i,
+                what + (" of group " + group.name) + "[" + text(i) + "] = " + text(ids[i]) +
+                    " is out of range: its page ids are 1 to " + text(group.num_pages)};
+  }
+}
+
+bool Rank::is_disjoint(Ids sources, Ids targets, const PageTable::Group& group) const {
+  std::vector<int32_t> written(targets.data, targets.data + targets.size);
+  std::sort(written.begin(), written.end());
+  if (std::adjacent_find(written.begin(), written.end()) != written.end()) {
+    throw BadArgument("delta: a page of group " + group.name + " is copied to twice");
+  }
+  return std::none_of(sources.data, sources.data + sources.size,
+                      [&](int32_t page) { return std::binary_search(written.begin(), written.end(), page); });
+}
+
+void Rank::follow(Ids packed) {
+  const DeltaView delta(packed);
+  table_.write(delta.section(Section::kPlaces), delta.section(Section::kPageIds));
+}
+
+void Rank::fill(Ids packed, int64_t num_rows, int64_t num_tokens, const BatchBuffers& shared,
+                const std::vector<GroupBuffers>& groups) const {
+  const DeltaView delta(packed);
+  const Ids rows = delta.section(Section::kRows), lengths = delta.section(Section::kLengths);
+  const Ids starts = delta.section(Section::kStarts);
+  const int64_t n = rows.size, end = n == 0 ? 0 : starts[n];
+  std::fill(std::copy_n(rows.data, n, shared.rows), shared.rows + num_rows, 0);
+  std::fill(std::copy_n(lengths.data, n, shared.lengths), shared.lengths + num_rows, 0);
+  std::copy_n(starts.data, starts.size, shared.query_start_loc);
+  std::fill(shared.query_start_loc + n, shared.query_start_loc + num_rows + 1, static_cast<int32_t>(end));
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t first = lengths[i] - (starts[i + 1] - starts[i]);  // position of the row's first query
+    for (int64_t t = starts[i]; t < starts[i + 1]; ++t) shared.positions[t] = first + (t - starts[i]);
+  }
+  std::fill(shared.positions + end, shared.positions + num_tokens, 0);
+  for (size_t g = 0; g < groups.size(); ++g) {
+    fill_group(g, rows, lengths, starts, num_rows, num_tokens, groups[g]);
+  }
+}
+
+void Rank::fill_group(size_t g, Ids rows, Ids lengths, Ids starts, int64_t num_rows, int64_t num_tokens,
+                      const GroupBuffers& out) const {
+  const KernelPages& pages = pages_[g];
+  const PageMath page(pages.page_tokens), kernel_page(pages.kernel_page_tokens);
+  const int64_t split = pages.page_tokens / pages.kernel_page_tokens;
+  const int64_t width = table_.group(static_cast<int64_t>(g)).max_pages * split;
+  const int64_t n = rows.size;
+  int64_t wanted = 0, listed = 0;
+  out.indptr[0] = 0;
+  for (int64_t i = 0; i < num_rows; ++i) {
+    int32_t* columns = out.page_table + i * width;
+    if (i >= n) {
+      std::fill_n(columns, width, 0);
+      out.begins[i] = out.last_page_len[i] = 0;
+      out.indptr[i + 1] = static_cast<int32_t>(listed);
+      continue;
+    }
+    const int32_t* ids = table_.row(g, rows[i]);
+    const int64_t length = lengths[i], first_query = length - (starts[i + 1] - starts[i]);
+    const int64_t oldest = pages.window > 0 ? std::max<int64_t>(0, first_query - pages.window + 1) : 0;
+    const int64_t first = kernel_page.page(oldest), end = kernel_page.pages_for(length);
+    std::fill_n(columns, first, 0);
+    for (int64_t c = first; c < end; ++c) {
+      const int64_t id = ids[split == 1 ? c : c / split];
+      columns[c] = static_cast<int32_t>(id > 0 ? id * split + (split == 1 ? 0 : c % split) : 0);
+    }
+    std::fill(columns + end, columns + width, 0);
+    wanted += end - first;
+    const bool fits = wanted <= pages.max_indices;
+    if (fits) {
+      std::copy(columns + first, columns + end, out.indices + listed);
+      listed += end - first;
+    }
+    out.begins[i] = static_cast<int32_t>(kernel_page.first_slot(first));
+    out.last_page_len[i] = length > 0 && fits ? static_cast<int32_t>(kernel_page.offset(length - 1) + 1) : 0;
+    out.indptr[i + 1] = static_cast<int32_t>(listed);
+    for (int64_t t = starts[i]; t < starts[i + 1]; ++t) {
+      const int64_t position = first_query + (t - starts[i]), id = ids[page.page(position)];
+      out.slot_mapping[t] = id > 0 ? page.first_slot(id) + page.offset(position) : -1;
+    }
+  }
+  std::fill(out.slot_mapping + (n == 0 ? 0 : starts[n]), out.slot_mapping + num_tokens, -1);
+}
+
+}  // namespace pagoda

@@ -1,0 +1,84 @@
+// One rank's copy of the page tables on the host, and what kernels read about a step. In: deltas; out: checked
+// sections, and batches.
+//
+// A rank follows the manager by deltas alone: it looks through each before anything changes, carries it out on its
+// device, and then writes it here. So the same numbers are there on the host for back ends that want them there, and on
+// a CPU for everybody.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/delta.hpp"
+#include "core/page_math.hpp"
+#include "core/page_table.hpp"
+
+namespace pagoda {
+
+// How kernels see the pages of one group.
+struct KernelPages {
+  int64_t page_tokens;         // of a page of the group
+  int64_t kernel_page_tokens;  // of a page of the kernel, which divide it
+  int64_t window;              // 0: all tokens are read
+  int64_t max_indices;
+};
+
+// Buffers of a batch, [max_rows] and [max_step_tokens] long; docs/pools.md says what each holds.
+struct BatchBuffers {
+  int32_t* rows;             // [max_rows]
+  int32_t* lengths;          // [max_rows]
+  int32_t* query_start_loc;  // [max_rows + 1]
+  int64_t* positions;        // [max_step_tokens]
+};
+struct GroupBuffers {
+  int64_t* slot_mapping;   // [max_step_tokens]
+  int32_t* page_table;     // [max_rows, width]
+  int32_t* indptr;         // [max_rows + 1]
+  int32_t* indices;        // [max_indices]
+  int32_t* last_page_len;  // [max_rows]
+  int32_t* begins;         // [max_rows]
+};
+
+class Rank {
+ public:
+  // Page copies of one group: n sources and n targets, where they begin in the delta.
+  struct Copies {
+    int64_t group, sources, targets, n;
+    bool is_disjoint;  // no page is source and target
+  };
+  // What a delta asks for. Begins are those of sections in the delta; 0 for one that is empty.
+  struct Content {
+    int64_t num_rows, num_tokens;  // of the step
+    int64_t rows, lengths, starts;
+    int64_t num_writes;
+    int64_t places, page_ids;
+    std::vector<Copies> copies;  // of groups that have some
+  };
+
+  Rank(std::vector<PageTable::Group> tables, std::vector<KernelPages> pages, int64_t num_rows, int64_t max_tokens);
+
+  // What a delta asks for, once it is known to be that of `step` and right in every number. Changes nothing.
+  Content check(Ids packed, int64_t step) const;
+  // Writes the tables. The delta was checked.
+  void follow(Ids packed);
+  // Fills buffers for the rows of a delta that was followed last: num_rows rows and num_tokens tokens, of which those
+  // behind the delta's own are padding.
+  void fill(Ids packed, int64_t num_rows, int64_t num_tokens, const BatchBuffers& shared,
+            const std::vector<GroupBuffers>& groups) const;
+
+  const PageTable& table() const { return table_; }
+
+ private:
+  void check_rows(Ids rows, Ids lengths, Ids counts, Ids starts) const;
+  void check_range(Ids ids, const PageTable::Group& group, const char* what) const;
+  bool is_disjoint(Ids sources, Ids targets, const PageTable::Group& group) const;
+  void fill_group(size_t g, Ids rows, Ids lengths, Ids starts, int64_t num_rows, int64_t num_tokens,
+                  const GroupBuffers& out) const;
+
+  PageTable table_;
+  std::vector<KernelPages> pages_;
+  int64_t max_tokens_;
+};
+
+}  // namespace pagoda
