@@ -11,7 +11,7 @@ from importlib.metadata import version as _version
 from types import ModuleType as _ModuleType
 
 from pagoda import compat, errors
-from pagoda.attention import PagedView, PagedViews, hnd_pages, nhd_pages, paged_attention
+from pagoda.attention import hnd_pages, nhd_pages, paged_attention
 from pagoda.compat import *  # noqa: F403
 from pagoda.errors import *  # noqa: F403
 from pagoda.ids import FreeList
@@ -43,8 +43,7 @@ from pagoda.layout import (
     model_names,
 )
 from pagoda.manager import Admitted, Delta, GroupStats, Manager, Pending, Stats
-from pagoda.pools import DeviceTable, EntryPool, Pools, Staging, StatePart, StatePool, TokenPool
-from pagoda.tables import Growth, PageTable, TableWrites
+from pagoda.pools import Batch, DeviceTable, EntryPool, Pools, Staging, StatePart, StatePool, TokenPool
 from pagoda.tree import (
     Counts,
     Freed,
@@ -65,6 +64,7 @@ __version__ = _version("pagoda-kv")
 
 __all__ = [
     "Admitted",
+    "Batch",
     "Budget",
     "CompressedAttention",
     "Counts",
@@ -77,7 +77,6 @@ __all__ = [
     "FullAttention",
     "GatedDelta",
     "GroupStats",
-    "Growth",
     "Inserted",
     "KimiDelta",
     "Kind",
@@ -91,10 +90,7 @@ __all__ = [
     "Match",
     "Need",
     "NodeView",
-    "PageTable",
     "PagedGroup",
-    "PagedView",
-    "PagedViews",
     "Pages",
     "Part",
     "Pending",
@@ -111,7 +107,6 @@ __all__ = [
     "StatePool",
     "Stats",
     "Stored",
-    "TableWrites",
     "Tally",
     "TokenPool",
     "WindowAttention",

@@ -35,8 +35,8 @@ def test_pending_copies_are_not_overwritten_and_nobody_waits():
     assert seconds < 0.1  # the device slept for 0.2 s
 
 
-def test_that_test_catches_a_ring_that_does_not_wait(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module.Ring, "is_idle", lambda self, segment: True)
+def test_that_test_catches_a_lane_that_does_not_wait(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module.Lane, "is_idle", lambda self, segment: True)
     arrived, _ = send_while_the_device_sleeps(Staging("cuda", 65_536), 200)
     assert not arrived
 

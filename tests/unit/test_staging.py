@@ -1,6 +1,6 @@
 """Staging: regions of pinned memory are not written again while a copy may still read them.
 
-The ring is tried against a pretended device that makes its copies late. On a real one, see
+The lane is tried against a pretended device that makes its copies late. On a real one, see
 tests/gpu/test_staging.py.
 """
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda import ArgumentError, ConfigError, InvariantError, Staging
-from pagoda.pools.staging import Ring
+from pagoda.pools.staging import Lane
 
 
 class Late:
@@ -49,7 +49,7 @@ class Late:
             return self.is_done
 
 
-class Heedless(Ring):
+class Heedless(Lane):
     """The defective design: it believes every copy to be done."""
 
     def is_idle(self, segment: int) -> bool:
@@ -59,14 +59,19 @@ class Heedless(Ring):
 CAPACITY = 4 * 64
 
 
-def send_all(kind: type[Ring], jobs: list[tuple[int, int]]) -> tuple[list[np.ndarray], list[np.ndarray], int]:
+def lane(kind: type[Lane]) -> Lane:
+    memory = np.zeros(CAPACITY, dtype=np.uint8)
+    return kind(torch.from_numpy(memory), Late(memory).new_event)
+
+
+def send_all(kind: type[Lane], jobs: list[tuple[int, int]]) -> tuple[list[np.ndarray], list[np.ndarray], int]:
     """Send arrays of the given sizes, letting the device run that many jobs after each."""
     memory = np.zeros(CAPACITY, dtype=np.uint8)
     device = Late(memory)
-    ring = kind(CAPACITY, device.new_event)
+    lane_ = kind(torch.from_numpy(memory), device.new_event)
     sent, refused = [], 0
     for number, (size, pace) in enumerate(jobs):
-        begin = ring.reserve(size)
+        begin = lane_.reserve(size)
         if begin is None:
             refused += 1
         else:
@@ -74,7 +79,7 @@ def send_all(kind: type[Ring], jobs: list[tuple[int, int]]) -> tuple[list[np.nda
             memory[begin : begin + size] = content
             device.copy(begin, begin + size)
             sent.append(content)
-        ring.check()
+        lane_.check()
         device.run(pace)
     device.run(10**6)
     return sent, device.arrived, refused
@@ -87,54 +92,54 @@ def equal(sent: list[np.ndarray], arrived: list[np.ndarray]) -> bool:
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 4)), max_size=80))
 def test_what_arrives_is_what_was_sent_however_late_the_device_is(jobs: list[tuple[int, int]]):
-    sent, arrived, _ = send_all(Ring, jobs)
+    sent, arrived, _ = send_all(Lane, jobs)
     assert equal(sent, arrived)
 
 
-def test_that_test_catches_a_ring_that_does_not_wait():
+def test_that_test_catches_a_lane_that_does_not_wait():
     sent, arrived, _ = send_all(Heedless, [(64, 0)] * 5)
     assert not equal(sent, arrived)
 
 
 def test_a_device_that_keeps_up_is_never_refused():
-    _, _, refused = send_all(Ring, [(40, 2)] * 50)
+    _, _, refused = send_all(Lane, [(40, 2)] * 50)
     assert refused == 0
 
 
-def test_a_device_that_stands_still_is_refused_when_the_ring_is_full():
-    sent, arrived, refused = send_all(Ring, [(64, 0)] * 7)
+def test_a_device_that_stands_still_is_refused_when_the_lane_is_full():
+    sent, arrived, refused = send_all(Lane, [(64, 0)] * 7)
     assert (len(sent), refused) == (4, 3)
     assert equal(sent, arrived)
 
 
 def test_many_small_arrays_share_a_segment_and_its_event():
     device = Late(np.zeros(CAPACITY, dtype=np.uint8))
-    ring = Ring(CAPACITY, device.new_event)
-    assert [ring.reserve(16) for _ in range(4)] == [0, 16, 32, 48]
+    lane_ = Lane(torch.from_numpy(device.memory), device.new_event)
+    assert [lane_.reserve(16) for _ in range(4)] == [0, 16, 32, 48]
     assert device.queue == []
-    assert ring.reserve(1) == 64
+    assert lane_.reserve(1) == 64
     assert len(device.queue) == 1
 
 
 def test_places_are_aligned_for_every_dtype():
-    ring = Ring(CAPACITY, Late(np.zeros(CAPACITY, dtype=np.uint8)).new_event)
-    assert [ring.reserve(5) for _ in range(3)] == [0, 16, 32]
+    lane_ = lane(Lane)
+    assert [lane_.reserve(5) for _ in range(3)] == [0, 16, 32]
 
 
 def test_what_no_segment_holds_is_refused():
-    ring = Ring(CAPACITY, Late(np.zeros(CAPACITY, dtype=np.uint8)).new_event)
-    assert ring.reserve(65) is None
-    assert ring.reserve(64) == 0
+    lane_ = lane(Lane)
+    assert lane_.reserve(65) is None
+    assert lane_.reserve(64) == 0
 
 
 def test_check_finds_a_segment_that_is_written_too_early():
-    ring = Heedless(CAPACITY, Late(np.zeros(CAPACITY, dtype=np.uint8)).new_event)
+    lane_ = lane(Heedless)
     for _ in range(4):
-        ring.reserve(64)
-    ring.check()
-    ring._current = 0
+        lane_.reserve(64)
+    lane_.check()
+    lane_._current = 0
     with pytest.raises(InvariantError) as caught:
-        ring.check()
+        lane_.check()
     assert caught.value.number == 7
 
 

@@ -1,12 +1,10 @@
-"""What attention reads. In: tables of groups, rows, lengths; out: what a back end wants, or attention.
+"""Attention over the pages of a pool. In: queries, a layer, a batch; out: outputs.
 
-`PagedView` holds the metadata of one group in buffers that never move, `PagedViews` fills those of several
-groups at once; `nhd_pages` and `hnd_pages` show
-a pool's buffer in pages; `paged_attention` is attention through a view in plain torch. Invariant 6.
+`paged_attention` is attention in plain torch; `nhd_pages` and `hnd_pages` show a pool's buffer in pages, as back
+ends take it.
 """
 
 from pagoda.attention.paged import paged_attention
 from pagoda.attention.pages import hnd_pages, nhd_pages
-from pagoda.attention.view import PagedView, PagedViews
 
-__all__ = ["PagedView", "PagedViews", "hnd_pages", "nhd_pages", "paged_attention"]
+__all__ = ["hnd_pages", "nhd_pages", "paged_attention"]

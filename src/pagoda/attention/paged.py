@@ -1,4 +1,4 @@
-"""Attention over a pool, through a view, in plain torch: the reference, and what serves a CPU."""
+"""Attention over a pool, through a batch, in plain torch: the reference, and what serves a CPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from pagoda.attention.pages import nhd_pages
-from pagoda.attention.view import PagedView
 from pagoda.errors import ArgumentError
 from pagoda.kernels import FP8_DTYPES
-from pagoda.layout.numbers import integer
+from pagoda.pools import Batch, GroupBatch, Layer
 
 __all__ = ["paged_attention"]
 
@@ -21,82 +20,68 @@ _LOGITS = 1 << 26  # logits at a time: 256 MiB of float32
 
 def paged_attention(
     queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor | None,
-    view: PagedView,
+    layer: Layer,
+    batch: Batch,
     *,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    v_dim: int | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """Causal attention of a step's queries over what its rows have stored: [tokens, heads, v_dim].
 
-    queries: [tokens, heads, k_dim], packed as the view's `query_start_loc` says; those of a row are its last
-    tokens. keys, values: [num_slots, kv_heads, k_dim or v_dim], a layer of a `TokenPool` in which the
-    step's own tokens are stored already. heads are a multiple of kv_heads: each kv head serves neighbours.
-    Without values the first `v_dim` of a key are its value: latent attention in its absorbed form, where
-    a key is latent ‖ rotated. The window, and `sink_tokens` that every query reads, are those of the view's
-    group.
+    queries: [tokens, heads, k_dim], packed as the batch's `query_start_loc` says; those of a row are its last
+    tokens. layer: `Pools.layer(n)`, in which the step's own keys and values are stored already. heads are a
+    multiple of the layer's KV heads: each of these serves neighbours. A layer of latents is read in the
+    absorbed form: a key is latent ‖ rotated part, and its latent is the value. The window, and `sink_tokens`
+    that every query reads, are those of the layer's group.
 
-    A logit is scale * query · key, then softcap * tanh(logit / softcap). scale is k_dim ** −0.5, and has to
-    be said where there are no values. `sinks`: [heads], one more logit a head, which only the denominator
-    knows. `k_scale` and `v_scale` are those of an fp8 pool. A query without any key, and one that is no
-    row's, gets 0.
+    A logit is scale * query · key, then softcap * tanh(logit / softcap). `scale` is k_dim ** −0.5 by default,
+    and has to be given for latents. `sinks`: [heads], one more logit per head, which only the denominator
+    knows. fp8 pools are read with their scales. A query without any key, and padding, get 0.
 
     Computes in float32 (float64 for such queries) and returns the dtype of the queries. Cost: lengths are
-    read back, so it waits for the device and cannot be captured. Rows of as many queries go together, padded
-    to the longest; keys and values are gathered and widened, logits made in parts of up to 256 MiB, with
-    another gather for each part. For reference, tests and CPUs.
-    Page ids outside the pool are not read. Errors: ArgumentError.
+    read back, so it waits for the device and cannot be captured. Rows with as many queries go together, padded
+    to the longest; keys and values are gathered and widened, and logits made in parts of up to 256 MiB. For
+    reference, tests and CPUs. Page ids outside the pool are not read. Errors: ArgumentError.
     """
-    if not isinstance(view, PagedView):
-        raise ArgumentError(f"view: give a PagedView, not {type(view).__name__}")
-    _require_floats(queries, "queries", view.device)
-    _require_floats(keys, "keys", view.device)
+    if not isinstance(batch, Batch):
+        raise ArgumentError(f"batch: give what Pools.batch returned, not {type(batch).__name__}")
+    if not isinstance(layer, Layer):
+        raise ArgumentError(f"layer: give what Pools.layer returned, not {type(layer).__name__}")
+    view = batch[layer.group.name]
+    keys, values = layer.keys, layer.values
+    _require_floats(queries, "queries", batch.device)
     num_tokens, heads, k_dim = queries.shape
     kv_heads = keys.shape[1]
     if keys.shape[2] != k_dim or heads % kv_heads or not heads:
         raise ArgumentError(
-            f"queries have {heads} heads of {k_dim} and keys {kv_heads} of {keys.shape[2]}: give as many "
-            "dimensions, and a multiple of the heads"
+            f"queries have {heads} heads of {k_dim} dimensions, and layer {layer.number} has {kv_heads} KV heads "
+            f"of {keys.shape[2]}: give as many dimensions, and a multiple of the heads"
         )
     if values is None:
-        if v_dim is None or scale is None:
-            raise ArgumentError("v_dim, scale: give both where there are no values: a key tells neither")
-        width = integer(v_dim, "v_dim", 1, ArgumentError)
-        if width > k_dim:
-            raise ArgumentError(f"v_dim: a key has {k_dim} dimensions, not {min(width, 10**18)}")
+        if scale is None:
+            raise ArgumentError("scale: give it for latent attention: the width of a latent does not tell it")
+        width = _latent_width(layer)
     else:
-        _require_floats(values, "values", view.device)
-        if v_dim is not None:
-            raise ArgumentError("v_dim: values have their own dimensions: give it only without values")
-        if values.shape[:2] != keys.shape[:2]:
-            raise ArgumentError(
-                f"values of {tuple(values.shape[:2])} slots and heads, keys of {tuple(keys.shape[:2])}"
-            )
         width = values.shape[2]
     exact = torch.float64 if queries.dtype == torch.float64 else torch.float32
     if sinks is not None:
-        if not isinstance(sinks, torch.Tensor) or sinks.shape != (heads,) or sinks.device != view.device:
-            raise ArgumentError(f"sinks: give one logit a head, [{heads}] on {view.device}")
+        if not isinstance(sinks, torch.Tensor) or sinks.shape != (heads,) or sinks.device != batch.device:
+            raise ArgumentError(f"sinks: give one logit per head, [{heads}] on {batch.device}")
         sinks = sinks.to(exact).view(kv_heads, -1)
     scale = _number(k_dim**-0.5 if scale is None else scale, "scale")
     if softcap is not None and _number(softcap, "softcap") <= 0:
         raise ArgumentError(f"softcap: give a number above 0 or None, not {softcap}")
-    scales = _number(k_scale, "k_scale"), _number(v_scale, "v_scale")
+    scales = layer.k_scale, layer.v_scale
 
-    starts, lengths = view.query_start_loc.tolist(), view.seq_lens.tolist()
+    starts, lengths = batch.query_start_loc.tolist(), batch.lengths.tolist()
     alike: defaultdict[int, list[int]] = defaultdict(list)
     for row, length in enumerate(lengths):
         if not length or starts[row] == starts[row + 1]:
             continue
         if starts[row] < 0 or starts[row + 1] > num_tokens:
             raise ArgumentError(
-                f"queries: the view has tokens {starts[row]} to {starts[row + 1]} in row {row}, "
-                f"and there are {num_tokens}"
+                f"queries: there are {num_tokens}, and the batch has tokens up to {starts[row + 1]}"
             )
         alike[starts[row + 1] - starts[row]].append(row)
 
@@ -105,11 +90,11 @@ def paged_attention(
     out = queries.new_zeros(num_tokens, heads, width)
     for num_queries, rows in alike.items():
         pages, positions = _reach(view, rows, lengths, num_queries, k_pages.shape[0])
-        end = torch.tensor([lengths[row] for row in rows], device=view.device)
-        begin = torch.tensor([starts[row] for row in rows], device=view.device)
+        end = torch.tensor([lengths[row] for row in rows], device=queries.device)
+        begin = torch.tensor([starts[row] for row in rows], device=queries.device)
         step = max(1, _LOGITS // (len(rows) * heads * max(1, positions.shape[1])))
         for first in range(0, num_queries, step):
-            which = torch.arange(first, min(first + step, num_queries), device=view.device)
+            which = torch.arange(first, min(first + step, num_queries), device=queries.device)
             tokens = begin[:, None] + which  # [rows, q]
             at = end[:, None] - num_queries + which  # [rows, q], positions of the queries
             is_read = _mask(view, pages, positions, at)
@@ -120,8 +105,15 @@ def paged_attention(
     return out
 
 
+def _latent_width(layer: Layer) -> int:
+    """Dimensions of a latent that are its value: all but the rotated part, which comes last."""
+    if len(layer.group.pages.entries) == 1 and len(parts := layer.group.pages.entries[0].parts) > 1:
+        return int(parts[0].shape[0])
+    return int(layer.keys.shape[2])
+
+
 def _reach(
-    view: PagedView, rows: list[int], lengths: list[int], num_queries: int, num_pages: int
+    view: GroupBatch[torch.Tensor], rows: list[int], lengths: list[int], num_queries: int, num_pages: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The pages that some rows may read, padded to the most: ids [rows, n], 0 is none, and the
     positions of their tokens [rows, n * page_tokens]."""
@@ -130,16 +122,18 @@ def _reach(
     if window is not None and not view.group.pages.sink_tokens:
         firsts = [max(0, lengths[row] - num_queries - window + 1) // view.page_tokens for row in rows]
     most = max(-(-lengths[row] // view.page_tokens) - first for row, first in zip(rows, firsts, strict=True))
-    columns = torch.tensor(firsts, device=view.device)[:, None] + torch.arange(most, device=view.device)
-    width = view.block_table.shape[1]
-    of_rows = view.block_table[torch.tensor(rows, device=view.device)]
+    columns = torch.tensor(firsts, device=view.page_table.device)[:, None] + torch.arange(most, device=view.page_table.device)
+    width = view.page_table.shape[1]
+    of_rows = view.page_table[torch.tensor(rows, device=view.page_table.device)]
     pages = of_rows.gather(1, columns.clamp(max=width - 1))
     pages = torch.where((columns < width) & (pages > 0) & (pages < num_pages), pages, 0)
-    tokens = torch.arange(view.page_tokens, device=view.device)
+    tokens = torch.arange(view.page_tokens, device=view.page_table.device)
     return pages, (columns[:, :, None] * view.page_tokens + tokens).flatten(1)
 
 
-def _mask(view: PagedView, pages: torch.Tensor, positions: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+def _mask(
+    view: GroupBatch[torch.Tensor], pages: torch.Tensor, positions: torch.Tensor, at: torch.Tensor
+) -> torch.Tensor:
     """Which tokens each query reads: [rows, q, tokens]."""
     there, query = positions[:, None], at[:, :, None]
     is_read = there <= query
@@ -191,7 +185,7 @@ def _require_floats(tensor: Any, name: str, device: torch.device) -> None:
         )
         raise ArgumentError(f"{name}: give floats of three dimensions, not {found}")
     if tensor.device != device:
-        raise ArgumentError(f"{name} is on {tensor.device} and the view on {device}")
+        raise ArgumentError(f"{name} is on {tensor.device} and the batch on {device}")
 
 
 def _number(value: Any, name: str) -> float:

@@ -1,9 +1,9 @@
 """Keys and values of prefixes, for one model. In: tokens, and tensors as transformers has them; out: the same
 tensors for tokens that were seen before.
 
-A `Manager` plans, a `TokenPool` a group holds. Nothing runs between calls: a row is admitted, read or
-written, and released, all under one lock, so the pool has no page that the tree does not know. Every page
-has the contents of its tokens in all layers, because it is written before it is committed."""
+A `Manager` plans and `Pools` hold. Nothing runs between calls: a row is admitted, read or written, and
+released, all under one lock, so the pools have no page that the tree does not know. Every page has the contents
+of its tokens in all layers, because it is written before the next call looks for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pagoda.errors import ArgumentError, CapacityError, ConfigError, NotHeldErro
 from pagoda.layout import LatentAttention, Layout, PagedGroup
 from pagoda.layout.numbers import num_bytes, show_bytes
 from pagoda.manager import Manager
-from pagoda.pools import TokenPool
+from pagoda.pools import Batch, Pools
 
 __all__ = ["Columns", "Memory", "Tokens"]
 
@@ -29,7 +29,8 @@ Tokens: TypeAlias = npt.NDArray[np.int32]
 # Layer, first and last token → its keys and values [heads, tokens, dim], or None where they are gone.
 Columns: TypeAlias = Callable[[int, int, int], tuple[torch.Tensor, torch.Tensor] | None]
 
-CHUNK = 512  # tokens that are written and committed at once where there are windows, which need room for them
+# Tokens that are written and committed at once, at most; where there are windows, they need room for them.
+CHUNK, WINDOW_CHUNK = 8192, 512
 # Memory is divided between layers that keep all tokens and windows: for requests of this length, or for so
 # many requests at least.
 USUAL, AT_LEAST = 2048, 8
@@ -66,7 +67,7 @@ class Memory:
         # Windows are kept where requests end or part: the shorter requests are, the more of them there are.
         usual = USUAL if longest is None else min(USUAL, max(longest // AT_LEAST, 2 * step))
         self._has_windows = any(group.window for group in layout.paged_groups)
-        self.chunk = max(step, CHUNK // step * step) if self._has_windows else ENDLESS
+        self.chunk = max(step, (WINDOW_CHUNK if self._has_windows else CHUNK) // step * step)
         while (
             self._has_windows
             and self.chunk > step
@@ -78,25 +79,30 @@ class Memory:
         held = budget.num_tokens
         self.max_tokens = ENDLESS if held is None else held
         given = show_bytes(self.memory_bytes)
+        # Two rows: one that is read or written, and one for the page below it.
+        capacity, rows = budget.capacity(), {"num_rows": 2, "max_tokens": self.max_tokens + 1}
         try:
-            # Two rows: one that is read or written, and one for the page below it.
-            self.manager = Manager(layout, budget.capacity(), num_rows=2, max_tokens=self.max_tokens + 1)
+            self.manager = Manager(layout, capacity, **rows)
         except ConfigError as error:
             raise ConfigError(f"memory: {given} hold more tokens than can be numbered: give less") from error
         try:
-            self._pools = {
-                group.name: TokenPool.from_group(group, budget.capacity()[group.name], device)
-                for group in layout.paged_groups
-            }
+            self._pools = Pools(
+                layout,
+                capacity,
+                **rows,
+                device=device,
+                max_step_tokens=min(self.chunk, self.max_tokens),
+                max_indices={group.name: 1 for group in layout.paged_groups},  # nothing reads them
+            )
         except RuntimeError as error:  # also torch.OutOfMemoryError
-            raise ConfigError(f"memory: {given} are not to be had on {device}: give less") from error
+            raise ConfigError(f"memory: {given} cannot be allocated on {device}: give less") from error
         self._lock = threading.RLock()
         self._last: tuple[Any, Any] | None = None  # the stream that worked here last, and an event on it
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pools, padding included: never more than `memory_bytes`. O(groups)."""
-        return sum(pool.mem_bytes() for pool in self._pools.values())
+        """Bytes of all pages, padding included: never more than `memory_bytes`."""
+        return sum(pool.mem_bytes() for pool in self._pools.pools.values())
 
     # ── reading ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -113,7 +119,7 @@ class Memory:
             known = [max(0, columns - pad) for pad in pads]
             if sum(known) == 0:
                 return None
-            slots: dict[str, list[npt.NDArray[np.int32]]] = {name: [] for name in self._pools}
+            slots: dict[str, list[npt.NDArray[np.int32]]] = {name: [] for name in self._pools.pools}
             for tokens, n in zip(rows, known, strict=True):
                 for name, ids in self._slots(tokens, n, columns, namespace).items():
                     slots[name] += [ids] * copies
@@ -158,7 +164,7 @@ class Memory:
             size = group.page_tokens
             pages = np.zeros(max(1, -(-n // size)), np.int32)
             for each in reversed(admitted):  # the longer one last
-                ids = self.manager.pages(each.row, group.name)[: pages.size]
+                ids = self.manager.page_ids(each.row, group.name)[: pages.size]
                 pages[: ids.size] = np.where(ids > 0, ids, pages[: ids.size])
             width = columns if group.window is None else min(columns, group.window - 1)
             at = np.arange(columns - width, columns) - (columns - n)  # positions in the row
@@ -220,10 +226,10 @@ class Memory:
                 while begin < end:
                     n = min(self.chunk, end - begin)
                     self.manager.reserve(number, n)
-                    if not self._write(number, begin, begin + n, columns):
+                    batch = self._step(number, n)
+                    if not self._write(batch, begin, begin + n, columns):
                         break
-                    self.manager.commit(number, row[begin : begin + n], [n])
-                    self._turn()
+                    self.manager.commit(number, row[begin : begin + n])
                     begin += n
             except CapacityError:
                 pass
@@ -231,47 +237,48 @@ class Memory:
                 self._release([number])
             return begin - admitted.hit
 
-    def _write(self, number: int, begin: int, end: int, columns: Columns) -> bool:
+    def _write(self, batch: Batch, begin: int, end: int, columns: Columns) -> bool:
         """Writes tokens of a row into its pages, in all layers; False, and nothing, where some are gone."""
         read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for group in self.layout.paged_groups:
+            dtype = self._pools[group.name].dtype
             for layer in group.layers:
                 found = columns(layer, begin, end)
                 if found is None:
                     return False
-                if found[0].dtype != self._pools[group.name].dtype:
+                if found[0].dtype != dtype:
                     raise ArgumentError(
-                        f"layer {layer} computes {found[0].dtype}, and its pool has the dtype of the model, "
-                        f"{self._pools[group.name].dtype}"
+                        f"layer {layer} computes {found[0].dtype}, and its pool has the dtype of the model, {dtype}"
                     )
                 read[layer] = found
-        at = np.arange(begin, end)
-        for group in self.layout.paged_groups:
-            pool, size = self._pools[group.name], group.page_tokens
-            pages = self.manager.pages(number, group.name)
-            slots = torch.from_numpy((pages[at // size] * size + at % size).astype(np.int32))
-            slots = slots.to(self.device, non_blocking=True)
-            for index, layer in enumerate(group.layers):
-                keys, values = (side.transpose(0, 1) for side in read[layer])
-                if pool.v_shape is None:
-                    pool.store(index, slots, torch.cat([keys, values], dim=-1), None)
-                else:
-                    pool.store(index, slots, keys, values)
+        for number, found in read.items():
+            layer = self._pools.layer(number)
+            keys, values = (side.transpose(0, 1) for side in found)
+            if layer.values is None:
+                layer.store(batch, torch.cat([keys, values], dim=-1))
+            else:
+                layer.store(batch, keys, values)
         return True
 
     def _release(self, rows: list[int]) -> None:
         self.manager.release(rows)
-        self._turn()
+        self._step()
 
-    def _turn(self) -> None:
-        """Ends a step. Work on the pools is in the order of one stream, so that its fence has passed."""
-        self.manager.pass_fence(self.manager.take_delta().step)
+    def _step(self, rows: int | tuple[int, ...] = (), n: int = 0) -> Batch:
+        """Plans a step and carries it out. Work on the pools is in the order of one stream, so that the fence of
+        the step before has passed."""
+        delta = self.manager.plan(rows, n)
+        self._pools.apply(delta)
+        self.manager.pass_fence(delta.step)
+        return self._pools.batch(delta)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """No other thread works here, no row runs, and work of this stream begins behind that of the last
         one."""
         with self._lock:
+            if self._pools.step != self.manager.step - 1:  # a call was interrupted before it had applied its step
+                self._pools.reset(self.manager.step - 1)
             held = self.manager.stats()
             if held.rows or held.waiting_rows:  # a call was interrupted between two lines
                 self._release([row for row in (1, 2) if self._is_running(row)])
@@ -282,9 +289,8 @@ class Memory:
             if self._last is None or self._last[0] != stream:
                 if self._last is not None:
                     stream.wait_event(self._last[1])
-                for pool in self._pools.values():  # they may go while a copy of them is still under way
-                    for buffer in (*pool.k_buffer, *pool.v_buffer):
-                        buffer.record_stream(stream)
+                for buffer in self._pools.tensors():  # they may go while a copy of them is still under way
+                    buffer.record_stream(stream)
             try:
                 yield
             finally:
@@ -305,10 +311,10 @@ class Memory:
         """Forgets everything; the pools stay. O(pages)."""
         with self._lock:
             self.manager.reset()
+            self._pools.reset()
 
     def check(self) -> None:
         """Verifies manager and pools, and that nothing runs between calls. Errors: InvariantError."""
         with self._lock:
             self.manager.check()
-            for pool in self._pools.values():
-                pool.check()
+            self._pools.check()

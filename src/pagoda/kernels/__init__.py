@@ -29,10 +29,11 @@ __all__ = [
     "on_device",
     "pack",
     "pick",
+    "pick_batch",
     "set_entries",
     "store",
     "unpack",
-    "write_entries",
+    "write_table",
 ]
 
 
@@ -53,6 +54,11 @@ def _fused(name: str) -> ModuleType:
         return import_module(f"pagoda.kernels.{name}")
     except ModuleNotFoundError as missing:  # plain indexing would be right, at a quarter of the speed
         raise ConfigError("pools and views on CUDA need triton: pip install 'pagoda-kv[triton]'") from missing
+
+
+def pick_batch(device: torch.device) -> ModuleType:
+    """The kernels that fill a batch on a CUDA device. On a CPU native code does. Errors: as `pick`."""
+    return _fused("batch_fused")
 
 
 def _for(tensor: torch.Tensor) -> ModuleType:
@@ -118,14 +124,14 @@ def copy_pages(
         _for(buffers[0]).copy_pages(source, target, buffers, addresses)
 
 
-def write_entries(packed: torch.Tensor, num_writes: int, table: torch.Tensor) -> None:
-    """Set entry packed[i] of a flat table to packed[num_writes + i], in one launch.
+def write_table(packed: torch.Tensor, places: int, values: int, num_writes: int, table: torch.Tensor) -> None:
+    """Set place packed[places + i] of a flat table to packed[values + i], for each write i, in one launch.
 
-    packed: [≥ 2 * num_writes] int32, aligned to nothing. table: [entries] int32, contiguous. An index outside
-    the table is not written. Of values for one entry any may win.
+    packed: [n] int32, aligned to nothing. table: [num_places] int32, contiguous. A place outside the table is
+    not written. Of values for one place any may win.
     """
     with on_device(table.device):
-        _for(table).write_entries(packed, num_writes, table)
+        _for(table).write_table(packed, places, values, num_writes, table)
 
 
 def fill_rows(regions: Regions, row: int) -> None:

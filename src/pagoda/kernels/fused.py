@@ -22,7 +22,7 @@ __all__ = [
     "set_entries",
     "store",
     "unpack",
-    "write_entries",
+    "write_table",
 ]
 
 
@@ -388,24 +388,27 @@ def copy_pages(
 
 
 @triton.jit(
-    do_not_specialize=["num_writes", "num_entries"], do_not_specialize_on_alignment=["packed", "table"]
+    do_not_specialize=["places", "values", "num_writes", "num_places"],
+    do_not_specialize_on_alignment=["packed", "table"],
 )
-def _write_entries(packed, table, num_writes, num_entries, BLOCK: tl.constexpr):
+def _write_table(packed, places, values, table, num_writes, num_places, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_write = at < num_writes
-    entry = tl.load(packed + at, mask=is_write, other=-1).to(tl.int64)
-    value = tl.load(packed + num_writes + at, mask=is_write)
-    tl.store(table + entry, value, mask=(entry >= 0) & (entry < num_entries))
+    place = tl.load(packed + places + at, mask=is_write, other=-1).to(tl.int64)
+    value = tl.load(packed + values + at, mask=is_write)
+    tl.store(table + place, value, mask=(place >= 0) & (place < num_places))
 
 
-_launch_writes = Launch(_write_entries)
+_launch_writes = Launch(_write_table)
 _BLOCK_OF_WRITES = 256
 
 
-def write_entries(packed: torch.Tensor, num_writes: int, table: torch.Tensor) -> None:
+def write_table(packed: torch.Tensor, places: int, values: int, num_writes: int, table: torch.Tensor) -> None:
     if num_writes:
         grid = (-(-num_writes // _BLOCK_OF_WRITES), 1, 1)  # triton.cdiv takes microseconds
-        _launch_writes(grid, packed, table, num_writes, table.shape[0], constants=(_BLOCK_OF_WRITES,))
+        _launch_writes(
+            grid, packed, places, values, table, num_writes, table.shape[0], constants=(_BLOCK_OF_WRITES,)
+        )
 
 
 @triton.jit(do_not_specialize=["at", "value", "other_at", "other"], do_not_specialize_on_alignment=["table"])

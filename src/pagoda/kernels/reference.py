@@ -17,7 +17,7 @@ __all__ = [
     "set_entries",
     "store",
     "unpack",
-    "write_entries",
+    "write_table",
 ]
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -106,10 +106,10 @@ def copy_pages(
         pages[written] = pages[read]
 
 
-def write_entries(packed: torch.Tensor, num_writes: int, table: torch.Tensor) -> None:
-    index, values = packed[: 2 * num_writes].view(2, num_writes)
-    kept = (index >= 0) & (index < table.shape[0])
-    table[index[kept].long()] = values[kept]
+def write_table(packed: torch.Tensor, places: int, values: int, num_writes: int, table: torch.Tensor) -> None:
+    at, ids = packed[places : places + num_writes], packed[values : values + num_writes]
+    kept = (at >= 0) & (at < table.shape[0])
+    table[at[kept].long()] = ids[kept]
 
 
 @torch.inference_mode()  # as a kernel does, it writes to any tensor

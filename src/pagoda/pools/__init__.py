@@ -1,11 +1,14 @@
-"""The tensors that hold keys, values and states. In: geometry, ids; out: tensors.
+"""The tensors that hold keys, values and states. In: layouts, deltas; out: tensors.
 
-`TokenPool` holds K and V by slot, `EntryPool` pages of entries as bytes, `StatePool` per-row states,
-`DeviceTable` a copy of a host table, and `Staging` carries host arrays to a device without waiting for it.
-`Pools` are the pools and tables of one rank, which follow a manager's deltas. Tensors are made once and never
-move; nothing here reads one back. Invariants 6 and 7.
+`Pools` are the pools and tables of one rank, which follow a manager's deltas; `Pools.batch` is what kernels read
+about a step, `Pools.layer` a layer of the model. `TokenPool` holds keys and values by slot, `EntryPool` pages of
+entries as bytes, `StatePool` states of running requests, `DeviceTable` a matrix of ids, and `Staging` carries host
+arrays to a device without waiting for it. Tensors are made once and never move; nothing here reads one back.
+Invariants 6 and 7.
 """
 
+from pagoda.pools._batch import Batch, GroupBatch, HostBatch
+from pagoda.pools._layer import Layer
 from pagoda.pools.entries import EntryPool
 from pagoda.pools.kv import TokenPool
 from pagoda.pools.rank import Pools
@@ -13,4 +16,16 @@ from pagoda.pools.staging import Staging
 from pagoda.pools.state import StatePart, StatePool
 from pagoda.pools.table import DeviceTable
 
-__all__ = ["DeviceTable", "EntryPool", "Pools", "Staging", "StatePart", "StatePool", "TokenPool"]
+__all__ = [
+    "Batch",
+    "DeviceTable",
+    "EntryPool",
+    "GroupBatch",
+    "HostBatch",
+    "Layer",
+    "Pools",
+    "Staging",
+    "StatePart",
+    "StatePool",
+    "TokenPool",
+]

@@ -1,11 +1,9 @@
 """Host arrays to the device, without waiting for it.
 
 A copy to a GPU is asynchronous only from pinned memory, and reads that memory later than the call
-that asked for it. A `Ring` hands out places in one pinned buffer and comes back to a place only when
-the event behind its copies has come (invariant 7); `Staging` has a ring a stream and makes the
-copies. When copies in flight fill a ring, a larger one takes over: the host does not wait for them,
-only for the system to pin the memory. An `Inbox` is where one array at a time arrives on a device, for
-kernels that are asked for at once.
+that asked for it. `Staging` has one pinned buffer per stream and writes to a place of it again only when the
+event behind the copies out of it has come (invariant 7). When copies in flight fill a buffer, a larger one
+takes over: the host does not wait for them, only for the system to pin the memory.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from pagoda.pools.arguments import (
     unread_ids,
 )
 
-__all__ = ["Inbox", "Ring", "Staging", "current_stream", "staging_of"]
+__all__ = ["Staging", "current_stream", "staging_of"]
 
 _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64, np.dtype(np.uint8): torch.uint8}
 ALIGN = 16  # bytes; every array can be viewed as its dtype
@@ -56,8 +54,27 @@ class Event(Protocol):
     def query(self) -> bool: ...
 
 
-class Ring:
-    """Places in a buffer of one stream, handed out in order, segment after segment.
+class _StreamEvent:
+    """An event of one CUDA stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream, self._event = stream, torch.cuda.Event()
+
+    def record(self) -> None:
+        self._event.record(self._stream)
+
+    def query(self) -> bool:
+        return bool(self._event.query())
+
+
+def _pinned_bytes(num_bytes: int) -> torch.Tensor:
+    # On the CPU whatever the default device is, and to be written outside of inference_mode too.
+    with torch.inference_mode(False):
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+class Lane:
+    """The pinned buffer of one stream. Places are handed out in order, segment after segment.
 
     ::
 
@@ -65,14 +82,16 @@ class Ring:
           in flight   current      in flight   in flight
                       ▲ begin … next: its copies are not yet behind an event
 
-    An event is recorded when a segment is left, behind all copies out of it, so that a send costs
-    none: 8 µs of host time on one machine. A segment is entered again when its event has come.
+    An event is recorded when a segment is left, behind all copies out of it, so that a send needs none: 8 µs
+    of host time on one machine. A segment is entered again when its event has come.
     """
 
     NUM_SEGMENTS = 4
 
-    def __init__(self, capacity: int, new_event: Callable[[], Event]) -> None:
-        self.segment_bytes = capacity // self.NUM_SEGMENTS // ALIGN * ALIGN
+    def __init__(self, memory: torch.Tensor, new_event: Callable[[], Event]) -> None:
+        self.memory = memory  # [bytes] uint8
+        self.array: npt.NDArray[np.uint8] = memory.numpy()  # the same memory
+        self.segment_bytes = self.array.size // self.NUM_SEGMENTS // ALIGN * ALIGN
         self._events = [new_event() for _ in range(self.NUM_SEGMENTS)]
         self._was_left = [False] * self.NUM_SEGMENTS
         self._current = 0
@@ -102,54 +121,27 @@ class Ring:
         return segment * self.segment_bytes
 
     def check(self) -> None:
-        """Verify invariant 7: the current segment is nobody's, and the next place lies in it."""
+        """Verify invariant 7: the current segment is not in flight, and the next place lies in it."""
         if self._was_left[self._current]:
             raise InvariantError(7, f"segment {self._current} is written while its copies are in flight")
         if not self._begin(self._current) <= self._next <= self._begin(self._current + 1):
             raise InvariantError(7, f"byte {self._next} is not in segment {self._current}")
 
 
-class _StreamEvent:
-    """An event of one CUDA stream."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream, self._event = stream, torch.cuda.Event()
-
-    def record(self) -> None:
-        self._event.record(self._stream)
-
-    def query(self) -> bool:
-        return bool(self._event.query())
-
-
-def _pinned_bytes(num_bytes: int) -> torch.Tensor:
-    # On the CPU whatever the default device is, and to be written outside of inference_mode too.
-    with torch.inference_mode(False):
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-
-class _Pinned:
-    """A pinned buffer of one stream, and the ring over it."""
-
-    def __init__(self, num_bytes: int, stream: torch.cuda.Stream) -> None:
-        self.num_bytes = num_bytes
-        self.tensor = _pinned_bytes(num_bytes)
-        self.array: npt.NDArray[np.uint8] = self.tensor.numpy()  # the same memory
-        self.ring = Ring(num_bytes, lambda: _StreamEvent(stream))
-
-
 class Staging:
-    """Carries host arrays to `device` through pinned rings of `num_bytes`, one a stream, that grow.
+    """Carries host arrays to `device` through pinned buffers of `num_bytes`, one per stream, which grow.
 
-    Several threads may call it. On a CPU there is nothing to carry and arrays are copied.
+    `send` gives fresh tensors; `post` writes to one tensor per stream again and again. Several threads may
+    call it. On a CPU there is nothing to carry, and arrays are copied.
 
-    Errors: ConfigError for a device that is not there or a size that is not positive.
+    Errors: ConfigError for a device that does not exist or a size that is not positive.
     """
 
     def __init__(self, device: torch.device | str, num_bytes: int = 1 << 20) -> None:
         self.device = resolve_device(device)
         self.num_bytes = aligned(count(num_bytes, "num_bytes"))
-        self._pinned: dict[int, _Pinned] = {}  # by stream
+        self._lanes: dict[int, Lane] = {}  # by stream
+        self._posted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by stream: as bytes, as int32
         self._lock = threading.RLock()
         self._is_sending = False
 
@@ -204,15 +196,15 @@ class Staging:
         with self._lock:
             if self._is_sending:
                 # A finalizer or signal handler in the middle of another send of this thread: what
-                # that one reserved is not behind an event yet, so the ring is left alone.
+                # that one reserved is not behind an event yet, so the lane is left alone.
                 place = _pinned_bytes(total)
                 self._copy(received, place, place.numpy(), arrays, begins)
                 return
             self._is_sending = True
             try:
-                pinned, at = self._reserve(total)
+                lane, at = self._reserve(total)
                 end = at + total
-                self._copy(received, pinned.tensor[at:end], pinned.array[at:end], arrays, begins)
+                self._copy(received, lane.memory[at:end], lane.array[at:end], arrays, begins)
             finally:
                 self._is_sending = False
 
@@ -228,56 +220,46 @@ class Staging:
             room[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
         received.copy_(place, non_blocking=True)
 
-    def _reserve(self, total: int) -> tuple[_Pinned, int]:
+    def _reserve(self, total: int) -> tuple[Lane, int]:
         stream = current_stream(self.device.index)
-        pinned = self._pinned.get(stream)
-        at = None if pinned is None else pinned.ring.reserve(total)
-        if pinned is None or at is None:
+        lane = self._lanes.get(stream)
+        at = None if lane is None else lane.reserve(total)
+        if lane is None or at is None:
             # A larger buffer takes over. Copies may still read the old one: torch's pinned
             # allocator keeps its memory until those that were asked of it are done.
-            grown = self.num_bytes if pinned is None else 2 * pinned.num_bytes
-            pinned = _Pinned(max(grown, 2 * Ring.NUM_SEGMENTS * aligned(total)), torch.cuda.current_stream())
-            self._pinned[stream] = pinned
-            at = pinned.ring.reserve(total)
+            grown = self.num_bytes if lane is None else 2 * lane.array.size
+            on = torch.cuda.current_stream()
+            memory = _pinned_bytes(max(grown, 2 * Lane.NUM_SEGMENTS * aligned(total)))
+            lane = self._lanes[stream] = Lane(memory, lambda: _StreamEvent(on))
+            at = lane.reserve(total)
             assert at is not None
-        return pinned, at
+        return lane, at
 
-    def check(self) -> None:
-        """Verify invariant 7. O(streams). Errors: InvariantError."""
-        with self._lock:
-            for pinned in self._pinned.values():
-                pinned.ring.check()
-
-
-class Inbox:
-    """One array at a time on a device, in memory that is made once a stream and grows.
-
-    Nothing is made for an array once one as large has come. Not for several threads at once.
-    """
-
-    def __init__(self, staging: Staging) -> None:
-        self._staging = staging
-        self._rooms: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by stream: as bytes, as int32
-
-    def receive(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
+    def post(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
         """A tensor on the device that begins with this array, which is not empty: [≥ n] int32.
 
-        It is there for what the current stream runs next, up to the next call. The array may be changed at
-        once. The device is current, and its stream is not captured. Cost: as `Staging.send`.
+        It is there for what the current stream runs next, until the next `post` on that stream: nothing is
+        allocated once an array as large was posted. The array may be changed at once. The device is
+        current, its stream is not being captured, and one thread calls at a time.
         """
-        device = self._staging.device
-        if device.type == "cpu":
-            return torch.from_numpy(array.flatten())
-        stream = current_stream(device.index)
-        room = self._rooms.get(stream)
+        if self.device.type == "cpu":
+            return torch.from_numpy(array.copy())
+        stream = current_stream(self.device.index)
+        room = self._posted.get(stream)
         if room is None or room[0].shape[0] < array.nbytes:
             # The stream may still read the old one: torch gives its memory out again in the stream's order.
             with torch.inference_mode(False):
                 num_bytes = max(4096, aligned(2 * array.nbytes))
-                raw = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-                room = self._rooms[stream] = raw, raw.view(torch.int32)
-        self._staging.fill(room[0][: array.nbytes], (array,))
+                raw = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+                room = self._posted[stream] = raw, raw.view(torch.int32)
+        self.fill(room[0][: array.nbytes], (array,))
         return room[1]
+
+    def check(self) -> None:
+        """Verify invariant 7. Errors: InvariantError."""
+        with self._lock:
+            for lane in self._lanes.values():
+                lane.check()
 
 
 def staging_of(device: torch.device, given: Staging | None) -> Staging:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pagoda import kernels
 from pagoda.errors import CapacityError, ConfigError, InvariantError
 from pagoda.ids import FreeList
 from pagoda.pools.arguments import filled
-from pagoda.tables import PageTable
 
 __all__ = ["BlockTable"]
 
@@ -39,7 +37,7 @@ class BlockTable:
                 "requests or a shorter context"
             )
         self.free = FreeList(num_blocks, what=f"{name} blocks")
-        self._host = PageTable(num_rows, max_blocks, 1)  # a block counts as one: lengths are not ours
+        self._blocks: list[list[int]] = [[] for _ in range(num_rows + 1)]  # of each row
         # [table entries, then lengths]: int32
         self._flat = filled((num_entries + num_rows + 1,), torch.int32, device)
         with torch.inference_mode(False):  # also where it is made under it, it is written outside
@@ -54,7 +52,7 @@ class BlockTable:
 
     def num_blocks(self, row: int) -> int:
         """Blocks of a row. O(1)."""
-        return self._host.num_pages(row)
+        return len(self._blocks[row])
 
     def most_blocks(self) -> int:
         """Blocks of the row that has most. O(rows)."""
@@ -67,25 +65,25 @@ class BlockTable:
         when the row's table is full or the blocks are out; nothing is taken then, nor when an interrupt or
         a device out of memory comes in between.
         """
-        is_new = n == self._host.num_pages(row)
+        is_new = n == len(self._blocks[row])
         if is_new:
             if n == self.max_blocks:
                 raise CapacityError(f"places in the {self.name} table of row {row}", 1, 0, n)
-            self._host.grow(self.free, [row], [n + 1])
+            self._blocks[row].append(int(self.free.alloc(1)[0]))
         try:
-            blocks = self._host.pages(row)
-            if self._shown[row] < blocks.size:
+            blocks = self._blocks[row]
+            if self._shown[row] < len(blocks):
                 self._show(row, blocks)
-            return int(blocks[n])
+            return blocks[n]
         except BaseException:
             if is_new:
                 self._take_back(row, n)
             raise
 
-    def _show(self, row: int, blocks: npt.NDArray[np.int32]) -> None:
+    def _show(self, row: int, blocks: list[int]) -> None:
         """Tell the device about the last blocks of a row and their number: a launch for each, usually one."""
-        for n in range(int(self._shown[row]), blocks.size):
-            self._write(row, n, int(blocks[n]), n + 1)
+        for n in range(int(self._shown[row]), len(blocks)):
+            self._write(row, n, blocks[n], n + 1)
             self._shown[row] = n + 1
 
     def _write(self, row: int, n: int, block: int, num_blocks: int) -> None:
@@ -94,12 +92,10 @@ class BlockTable:
 
     def _take_back(self, row: int, n: int) -> None:
         """Undo the growth of a row to n + 1 blocks, on the host for certain."""
-        blocks = self._host.pages(row)
-        if blocks.size != n + 1:  # a finalizer has taken more: what is there stays the row's
+        blocks = self._blocks[row]
+        if len(blocks) != n + 1:  # a finalizer has taken more: what is there stays the row's
             return
-        self._host.release(row)
-        self._host.append(row, blocks[:n], n)
-        self.free.free(blocks[n:])
+        self.free.free([blocks.pop()])
         self._shown[row] = min(int(self._shown[row]), n)
         with suppress(Exception):  # where this launch fails, the first one had failed too
             self._write(row, n, -1, n)
@@ -119,14 +115,14 @@ class BlockTable:
         """Give back all blocks of a row, which was forgotten. Cost: O(blocks of the row)."""
         # Quarantined while they still stand in the table, and let go when no row is halfway out: wherever an
         # interrupt comes, no block has two owners, and the row's next release does what is left to do.
-        blocks = self._host.pages(row)
+        blocks = list(self._blocks[row])
         if row in self._leaving:
-            blocks = blocks[[self.free.is_held(block) for block in blocks.tolist()]]
+            blocks = [block for block in blocks if self.free.is_held(block)]
         self._leaving.add(row)
-        if blocks.size:
+        if blocks:
             self._fence += 1
             self.free.free(blocks, fence=self._fence)
-        self._host.release(row)
+        self._blocks[row] = []
         self._leaving.discard(row)
         if not self._leaving:
             self.free.pass_fence(self._fence)
@@ -138,14 +134,13 @@ class BlockTable:
     def check(self, running: list[int]) -> None:
         """Verify invariants 1 to 6 and 18 while these rows run. Cost: every entry. Errors: InvariantError."""
         self.free.check()
-        self._host.check()
         if self._addresses() != self._address:
             raise InvariantError(6, f"the {self.name} table has moved")
-        held = np.concatenate([np.zeros(0, np.int32), *(self._host.pages(row) for row in running)])
-        if np.unique(held).size != held.size:
+        held = [block for row in running for block in self._blocks[row]]
+        if len(set(held)) != len(held):
             raise InvariantError(18, f"a {self.name} block stands twice in tables")
-        is_free = [self.free.is_free(int(block)) for block in held]
-        num_held = sum(self.free.is_held(int(block)) for block in held)
+        is_free = [self.free.is_free(block) for block in held]
+        num_held = sum(self.free.is_held(block) for block in held)
         if any(is_free) or num_held != self.free.num_held:
             raise InvariantError(
                 18,
@@ -153,9 +148,9 @@ class BlockTable:
                 f"{sum(is_free)} that are free",
             )
         idle = set(range(1, self.num_rows + 1)) - set(running)
-        if any(self._host.num_pages(row) or self._shown[row] for row in idle):
+        if any(self._blocks[row] or self._shown[row] for row in idle):
             raise InvariantError(18, f"a row that does not run has {self.name} blocks")
-        if any(self._shown[row] > self._host.num_pages(row) for row in running):
+        if any(self._shown[row] > len(self._blocks[row]) for row in running):
             raise InvariantError(18, f"the device was told of {self.name} blocks that a row does not have")
 
     def _addresses(self) -> tuple[int, ...]:

@@ -1,0 +1,363 @@
+"""What kernels read about a step. In: a delta that was applied; out: fixed buffers, on the device and on the host.
+
+Every buffer is declared here, once. On CUDA two launches fill them from the device's tables; on a CPU, and for
+back ends that want the numbers on the host, native code fills them from the host's. Both agree in every number.
+Buffers never move: captured graphs keep their addresses. Invariant 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagoda import kernels
+from pagoda._native import Rank
+from pagoda.errors import ArgumentError, ConfigError, InvariantError, StaleError
+from pagoda.layout import PagedGroup
+from pagoda.pools.arguments import filled, require_buffer
+
+__all__ = ["Batch", "BatchBuffers", "GroupBatch", "HostBatch"]
+
+Array = TypeVar("Array", torch.Tensor, npt.NDArray[Any])
+
+
+class Declared(NamedTuple):
+    """A buffer: `length` counts rows or tokens of the batch, or page indices; `extra` more; `wide` is a matrix."""
+
+    length: str
+    dtype: torch.dtype
+    extra: int = 0
+    wide: bool = False
+
+
+SHARED = {
+    "rows": Declared("rows", torch.int32),
+    "lengths": Declared("rows", torch.int32),
+    "query_start_loc": Declared("rows", torch.int32, extra=1),
+    "positions": Declared("tokens", torch.int64),
+}
+PER_GROUP = {
+    "slot_mapping": Declared("tokens", torch.int64),
+    "page_table": Declared("rows", torch.int32, wide=True),
+    "indptr": Declared("rows", torch.int32, extra=1),
+    "indices": Declared("indices", torch.int32),
+    "last_page_len": Declared("rows", torch.int32),
+    "begins": Declared("rows", torch.int32),
+}
+NUMPY = {torch.int32: np.int32, torch.int64: np.int64}
+
+
+class Geometry(NamedTuple):
+    """How kernels see the pages of a group."""
+
+    group: PagedGroup
+    max_pages: int  # of a row
+    kernel_page_tokens: int
+    max_indices: int
+
+    @property
+    def width(self) -> int:
+        return self.max_pages * (self.group.page_tokens // self.kernel_page_tokens)
+
+    @property
+    def window(self) -> int:
+        # Sinks are read however far the window is: such rows are listed whole. No row is longer than 2^31.
+        if self.group.window is None or self.group.pages.sink_tokens:
+            return 0
+        return min(self.group.window, 2**31)
+
+
+class _Sizes(NamedTuple):
+    rows: int
+    tokens: int
+
+
+class BatchBuffers:
+    """All buffers of a rank's batches, for up to `max_rows` rows and `max_tokens` tokens per step."""
+
+    def __init__(
+        self,
+        geometries: Sequence[Geometry],
+        max_rows: int,
+        max_tokens: int,
+        device: torch.device,
+        given: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.geometries = {geometry.group.name: geometry for geometry in geometries}
+        self.max_rows, self.max_tokens, self.device = max_rows, max_tokens, device
+        names = [*SHARED, *(f"{group}.{name}" for group in self.geometries for name in PER_GROUP)]
+        if unknown := set(given) - set(names):
+            raise ConfigError(
+                f"buffers: there is no buffer {str(min(map(str, unknown)))[:60]!r}, only {', '.join(names)}"
+            )
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name in names:
+            shape, dtype = self.shape(name)
+            if name in given:
+                require_buffer(given[name], shape, dtype, device, f"buffers[{name!r}]")
+                self.tensors[name] = given[name]
+            else:
+                self.tensors[name] = filled(shape, dtype, device)
+        self._at = self.addresses()
+        self._host: dict[str, npt.NDArray[Any]] | None = None
+        if device.type == "cuda":
+            fused = kernels.pick_batch(device)
+            with kernels.on_device(device):
+                self._prepared = fused.prepare(
+                    [
+                        fused.GroupPages(
+                            geometry.max_pages,
+                            geometry.group.page_tokens,
+                            geometry.kernel_page_tokens,
+                            geometry.window,
+                            *(self.tensors[f"{name}.{each}"] for each in PER_GROUP),
+                        )
+                        for name, geometry in self.geometries.items()
+                    ],
+                    device,
+                )
+
+    def declared(self, name: str) -> tuple[Declared, Geometry | None]:
+        """What a buffer is, by its name; those of a group are `group.name`."""
+        if name in SHARED:
+            return SHARED[name], None
+        group, _, own = name.rpartition(".")
+        return PER_GROUP[own], self.geometries[group]
+
+    def shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a whole buffer."""
+        what, geometry = self.declared(name)
+        sizes = {"rows": self.max_rows, "tokens": self.max_tokens}
+        length = geometry.max_indices if geometry and what.length == "indices" else sizes[what.length]
+        if geometry is not None and what.wide:
+            return (length, geometry.width), what.dtype
+        return (length + what.extra,), what.dtype
+
+    def addresses(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self.tensors.values()]
+
+    def fill_device(
+        self,
+        packed: npt.NDArray[np.int32],
+        sent: torch.Tensor | None,
+        found: tuple[int, int, int, int],
+        padded: _Sizes,
+        table: torch.Tensor,
+        rank: Rank,
+    ) -> None:
+        """Fill the buffers of the device. `found`: rows of the step, and where rows, lengths and starts begin."""
+        if self.device.type == "cpu":
+            rank.fill(packed, *padded, self._at)
+            return
+        num_rows, rows, lengths, starts = found
+        assert sent is not None
+        with kernels.on_device(self.device):
+            kernels.pick_batch(self.device).fill(
+                self._prepared,
+                table,
+                table.shape[0] // sum(geometry.max_pages for geometry in self.geometries.values()),
+                sent,
+                (rows, lengths, starts),
+                num_rows,
+                *padded,
+                tuple(self.tensors[name] for name in SHARED),
+            )
+
+    def fill_host(
+        self, packed: npt.NDArray[np.int32], padded: _Sizes, rank: Rank
+    ) -> dict[str, npt.NDArray[Any]]:
+        """The same on the host, in arrays that are made once."""
+        if self.device.type == "cpu":
+            return {name: tensor.numpy() for name, tensor in self.tensors.items()}
+        if self._host is None:
+            self._host = {
+                name: np.zeros(shape, NUMPY[dtype])
+                for name in self.tensors
+                for shape, dtype in [self.shape(name)]
+            }
+        rank.fill(packed, *padded, [array.ctypes.data for array in self._host.values()])
+        return self._host
+
+    def memory_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def check(self) -> None:
+        if self.addresses() != self._at:
+            raise InvariantError(6, "a buffer of the batch has moved")
+
+
+class _Views(Generic[Array]):
+    """Views of buffers, cut to the rows and tokens of one step when they are asked for."""
+
+    def __init__(
+        self, buffers: BatchBuffers, arrays: Mapping[str, Array], padded: _Sizes, prefix: str = ""
+    ) -> None:
+        self._buffers, self._arrays, self._padded, self._prefix = buffers, arrays, padded, prefix
+
+    def _view(self, name: str) -> Array:
+        what, _ = self._buffers.declared(self._prefix + name)
+        whole = self._arrays[self._prefix + name]
+        if what.length == "indices":
+            return whole
+        view: Array = whole[: getattr(self._padded, what.length) + what.extra]
+        return view
+
+
+class GroupBatch(_Views[Array]):
+    """Where the tokens of a batch lie in one group, as FlashInfer, FlashAttention and vLLM-style kernels ask.
+
+    ::
+
+        slot_mapping   [tokens] int64       where each token is stored, page id * page_tokens + offset; padding −1
+        page_table     [rows, width] int32  column c is the page of tokens c * page_tokens …; 0 where there is
+                                            none, or no query reads it
+        indptr         [rows + 1] int32     row i lists indices[indptr[i]] to indices[indptr[i + 1]]
+        indices        [max_indices] int32  pages of all rows, one after the other; stale behind indptr[−1]
+        last_page_len  [rows] int32         tokens of the last page of a list; 0 for an empty one
+        begins         [rows] int32         position of the first token of a list
+
+    Pages are the kernel's: those of the group, or of `kernel_page_tokens` tokens, which divide them. Slots are
+    the same in both. A window group lists only what a query of the step reads: begins[i] is where the page of
+    token max(0, lengths[i] − queries − window + 1) begins. Back ends that align queries to the end of the keys
+    (FlashInfer) count both from there, so that distances, the causal mask and `window_left` are what they were.
+    """
+
+    @property
+    def group(self) -> PagedGroup:
+        """The group of the layout."""
+        return self._geometry.group
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page of the kernel."""
+        return self._geometry.kernel_page_tokens
+
+    @property
+    def window_left(self) -> int:
+        """Keys that a query reads before its own, as FlashInfer and FlashAttention count; −1 is all."""
+        return -1 if self.group.window is None else self.group.window - 1
+
+    @property
+    def _geometry(self) -> Geometry:
+        return self._buffers.geometries[self._prefix[:-1]]
+
+    @property
+    def slot_mapping(self) -> Array:
+        """[tokens] int64: where `TokenPool.store` puts the step's tokens; −1 for padding."""
+        return self._view("slot_mapping")
+
+    @property
+    def page_table(self) -> Array:
+        """[rows, width] int32, by position: FlashAttention's `block_table`."""
+        return self._view("page_table")
+
+    @property
+    def indptr(self) -> Array:
+        """[rows + 1] int32: FlashInfer's `paged_kv_indptr`."""
+        return self._view("indptr")
+
+    @property
+    def indices(self) -> Array:
+        """[max_indices] int32: FlashInfer's `paged_kv_indices`."""
+        return self._view("indices")
+
+    @property
+    def last_page_len(self) -> Array:
+        """[rows] int32: FlashInfer's `paged_kv_last_page_len`; 0 for an empty list."""
+        return self._view("last_page_len")
+
+    @property
+    def begins(self) -> Array:
+        """[rows] int32: the position of the first token that a row lists."""
+        return self._view("begins")
+
+
+class _Rows(_Views[Array]):
+    """What all groups of a batch share, and the groups by name."""
+
+    @property
+    def rows(self) -> Array:
+        """[rows] int32: the row of each; 0 is padding."""
+        return self._view("rows")
+
+    @property
+    def state_ids(self) -> Array:
+        """[rows] int32: the index of each row's state; 0 is padding. The state of row r is state r."""
+        return self._view("rows")
+
+    @property
+    def lengths(self) -> Array:
+        """[rows] int32: tokens of each row once the step is computed; padding 0. FlashAttention's `cache_seqlens`."""
+        return self._view("lengths")
+
+    @property
+    def query_start_loc(self) -> Array:
+        """[rows + 1] int32: FlashInfer's `qo_indptr`, FlashAttention's `cu_seqlens_q`."""
+        return self._view("query_start_loc")
+
+    @property
+    def positions(self) -> Array:
+        """[tokens] int64: the position of each token of the step in its row; padding 0."""
+        return self._view("positions")
+
+    def __getitem__(self, name: str) -> GroupBatch[Array]:
+        if name not in self._buffers.geometries:
+            names = ", ".join(self._buffers.geometries)
+            raise ArgumentError(f"name: there is no group {str(name)[:40]!r}, only {names}")
+        return GroupBatch(self._buffers, self._arrays, self._padded, f"{name}.")
+
+
+class HostBatch(_Rows[npt.NDArray[Any]]):
+    """A batch on the host, as numpy arrays: for back ends whose `plan` wants them there."""
+
+
+class Batch(_Rows[torch.Tensor]):
+    """The rows of one step, and everything kernels read about them, in buffers that never move.
+
+    `num_rows` rows compute `num_tokens` tokens, each row its last ones; tensors go on to the padded sizes,
+    with rows of length 0 and tokens whose slot is −1. `batch[name]` has the numbers of one group. They are
+    those of the step until `Pools.batch` is called again.
+    """
+
+    def __init__(
+        self,
+        buffers: BatchBuffers,
+        padded: _Sizes,
+        num_rows: int,
+        num_tokens: int,
+        step: int,
+        packed: npt.NDArray[np.int32],
+        rank: Rank,
+        is_current: Any,
+    ) -> None:
+        super().__init__(buffers, buffers.tensors, padded)
+        self.num_rows, self.num_tokens, self.step = num_rows, num_tokens, step
+        self._packed, self._rank, self._is_current = packed, rank, is_current
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self._buffers.device
+
+    @property
+    def host(self) -> HostBatch:
+        """The same numbers on the host, computed there: nothing is read back.
+
+        Valid until the next `Pools.batch`. Errors: StaleError when a later delta was applied.
+        """
+        if not self._is_current(self.step):
+            raise StaleError(f"step {self.step} is not the last one applied: ask for host before the next")
+        return HostBatch(
+            self._buffers, self._buffers.fill_host(self._packed, self._padded, self._rank), self._padded
+        )
+
+    def __repr__(self) -> str:
+        rows, tokens = self._padded
+        return (
+            f"Batch(step {self.step}: {self.num_tokens} tokens of {self.num_rows} rows, "
+            f"padded to {tokens} and {rows}, on {self.device})"
+        )
