@@ -267,6 +267,8 @@ class Memory:
     def _step(self, rows: int | tuple[int, ...] = (), n: int = 0) -> Batch:
         """Plans a step and carries it out. Work on the pools is in the order of one stream, so that the fence of
         the step before has passed."""
+        if self._pools.step != self.manager.step - 1:  # a call was interrupted before it had applied its step
+            self._pools.reset(self.manager.step - 1)
         delta = self.manager.plan(rows, n)
         self._pools.apply(delta)
         self.manager.pass_fence(delta.step)
@@ -277,8 +279,6 @@ class Memory:
         """No other thread works here, no row runs, and work of this stream begins behind that of the last
         one."""
         with self._lock:
-            if self._pools.step != self.manager.step - 1:  # a call was interrupted before it had applied its step
-                self._pools.reset(self.manager.step - 1)
             held = self.manager.stats()
             if held.rows or held.waiting_rows:  # a call was interrupted between two lines
                 self._release([row for row in (1, 2) if self._is_running(row)])

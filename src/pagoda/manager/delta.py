@@ -36,13 +36,6 @@ class Delta:
         self.packed, self._sections = packed, None
         self.step = read_delta(packed)[0]
 
-    @classmethod
-    def _of(cls, step: int, packed: Int32) -> Delta:
-        """A delta that the manager has just made: there is nothing to check."""
-        delta = cls.__new__(cls)
-        delta.step, delta.packed, delta._sections = step, packed, None
-        return delta
-
     def _section(self, name: str, group: int = 0) -> Int32:
         if self._sections is None:
             self._sections = {

@@ -82,7 +82,10 @@ class Manager(ManagerCore):
         Errors: ArgumentError for more tokens than are reserved and not computed; OutOfRangeError,
         NotHeldError, AlreadyHeldError for a row.
         """
-        return Delta._of(*self._plan(rows, counts))
+        delta = Delta.__new__(Delta)  # there is nothing to check
+        delta.step, delta.packed = self._plan(rows, counts)
+        delta._sections = None
+        return delta
 
     def stats(self) -> Stats:
         """Pages by group, rows, and hits so far. Cost: O(groups), and what waits for a fence."""
