@@ -284,10 +284,10 @@ PyStructSequence_Field pending_fields[] = {
 
 void bind_manager(nb::module_& m) {
   const nb::object plain = nb::bytes("", 0), none = nb::make_tuple();
-  admitted_type = make_type(m, "Admitted", "pagoda.Admitted",
+  admitted_type = make_type(m, "Admitted", "pagoda.manager.Admitted",
                             "A request that runs: its row and what it need not compute.", admitted_fields, 5);
   pending_type =
-      make_type(m, "Pending", "pagoda.Pending", "Tokens that a running request will have computed.", pending_fields, 2);
+      make_type(m, "Pending", "pagoda.manager.Pending", "Tokens that a running request will have computed.", pending_fields, 2);
   nb::class_<Managed>(m, "ManagerCore", nb::type_slots(manager_slots), nb::is_weak_referenceable(),
                       "The native part of pagoda.Manager.")
       .def("__init__", &construct, nb::arg("groups").none(), nb::arg("num_rows").none(), nb::arg("max_tokens").none(),

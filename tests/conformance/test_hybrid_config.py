@@ -13,21 +13,17 @@ import pytest
 
 import pagoda
 from conformance.hybrid_models import CSA, FAILS, HCA, SCHEDULE, SWA, manager_of, tiny
-from pagoda import (
+from pagoda import ConfigError, from_hf, model_config
+from pagoda.compat import (
     AttentionType,
-    ConfigError,
     DSV4Config,
-    Entry,
     KVCacheManager,
     LayerCacheSchema,
     LayerSpec,
-    Part,
     build_schema,
     compute_block_budget,
-    from_hf,
-    model_config,
 )
-from pagoda.layout import compressed_fp8, index_keys, plain
+from pagoda.layout import Entry, Part, compressed_fp8, index_keys, plain
 
 FLASH, PRO = DSV4Config.flash(), DSV4Config.pro()
 
@@ -438,4 +434,4 @@ def test_argument_names_are_part_of_the_contract(call: Any, wanted: str) -> None
     parameters = [it.replace(annotation=it.empty) for it in signature.parameters.values()]
     found = str(signature.replace(parameters=parameters, return_annotation=signature.empty))
     assert found == f"({wanted})"
-    assert getattr(pagoda, call.__name__) is call
+    assert getattr(pagoda.compat, call.__name__) is call

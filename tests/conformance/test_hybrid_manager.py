@@ -31,23 +31,9 @@ from conformance.hybrid_models import (
     tiny,
 )
 from conformance.test_rule_threads import quick_switches
-from pagoda import (
-    ArgumentError,
-    CapacityError,
-    CaptureError,
-    ConfigError,
-    InvariantError,
-    KVCacheManager,
-    LayerCacheHandle,
-    LayerSpec,
-    NotHeldError,
-    OutOfRangeError,
-    PagedKVPool,
-    PagodaError,
-    StateCachePool,
-    UsageError,
-    kernels,
-)
+from pagoda import CapacityError, ConfigError, PagodaError, UsageError, kernels
+from pagoda.compat import KVCacheManager, LayerCacheHandle, LayerSpec, PagedKVPool, StateCachePool
+from pagoda.errors import ArgumentError, CaptureError, InvariantError, NotHeldError, OutOfRangeError
 
 CSA_LAYERS, HCA_LAYERS, SWA_LAYERS = (2, 5), (3, 8), (1,)
 
@@ -76,7 +62,7 @@ CSA_LAYERS, HCA_LAYERS, SWA_LAYERS = (2, 5), (3, 8), (1,)
 def test_argument_names_their_order_and_defaults_are_part_of_the_contract(call: Any, wanted: str) -> None:
     parameters = [it.replace(annotation=it.empty) for it in inspect.signature(call).parameters.values()]
     assert ", ".join(map(str, parameters)) == wanted
-    assert pagoda.KVCacheManager is KVCacheManager
+    assert pagoda.compat.KVCacheManager is KVCacheManager
 
 
 def test_attributes_are_those_of_the_contract(device: str) -> None:

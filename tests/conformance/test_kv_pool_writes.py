@@ -16,12 +16,9 @@ from conformance.builders import (
     rows_like,
     same,
 )
-from pagoda import (
-    ArgumentError,
-    KVPool,
-    UsageError,
-    kernels,
-)
+from pagoda import UsageError, kernels
+from pagoda.compat import KVPool
+from pagoda.errors import ArgumentError
 
 WRITE_PATHS = ["dispatched"] if torch.cuda.is_available() else ["dispatched", "interpreted"]
 

@@ -7,8 +7,8 @@ import pytest
 
 from differential.tree_driver import drive
 from pagoda.tree import PrefixTree
-from pagoda.tree.twin import Lease, Match, PrefixTwin
-from pagoda.tree.twin.nodes import Forest, Node
+from twin import Lease, Match, PrefixTwin
+from twin.nodes import Forest, Node
 
 # page size, windows, states, tokens a sequence at most, calls
 CONFIGURATIONS = [

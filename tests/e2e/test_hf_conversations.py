@@ -12,8 +12,8 @@ pytest.importorskip("transformers", reason="needs transformers")
 import torch
 
 import pagoda
+from pagoda import models
 from pagoda.errors import MissingError
-from pagoda.hf import models
 
 pytestmark = pytest.mark.xdist_group("real-model")  # one worker loads it
 

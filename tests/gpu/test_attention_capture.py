@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from bench.measure import no_waiting
-from pagoda import FullAttention, Layout, PagedGroup, TokenPool, WindowAttention
+from pagoda import FullAttention, Layout, TokenPool, WindowAttention
 from pagoda.attention import PagedView, PagedViews, paged_attention
 from pagoda.kernels import views_reference
 from pagoda.kernels.views_reference import ViewBuffers, ViewSpec
+from pagoda.layout import PagedGroup
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from bench.measure import no_waiting
-from pagoda import CaptureError, TokenPool
+from pagoda import TokenPool
+from pagoda.errors import CaptureError
 from pagoda.kernels import gather_fused
 
 pytestmark = pytest.mark.gpu

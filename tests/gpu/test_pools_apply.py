@@ -7,17 +7,10 @@ import pytest
 import torch
 
 from bench.measure import no_waiting
-from pagoda import (
-    ArgumentError,
-    CaptureError,
-    FullAttention,
-    Layout,
-    OutOfRangeError,
-    Staging,
-    WindowAttention,
-)
+from pagoda import FullAttention, Layout, WindowAttention
+from pagoda.errors import ArgumentError, CaptureError, OutOfRangeError
 from pagoda.manager import Delta, Manager
-from pagoda.pools import Pools
+from pagoda.pools import Pools, Staging
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda import Staging
+from pagoda.pools import Staging
 from pagoda.pools import staging as module
 
 pytestmark = pytest.mark.gpu

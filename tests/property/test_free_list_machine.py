@@ -6,7 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagoda import CapacityError, FreeList, NotHeldError, OutOfRangeError, PageTable, PagodaError
+from pagoda import CapacityError, FreeList, PagodaError
+from pagoda.errors import NotHeldError, OutOfRangeError
+from pagoda.tables import PageTable
 
 PAGE_SIZES = [1, 2, 16, 64]
 RUNS = settings(max_examples=60, stateful_step_count=60, deadline=None)

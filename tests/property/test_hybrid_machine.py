@@ -21,16 +21,9 @@ from hypothesis.stateful import (
 )
 
 from conformance.hybrid_models import LAYERS, SCHEDULE, exact, observe, parts_of
-from pagoda import (
-    ArgumentError,
-    CapacityError,
-    DSV4Config,
-    KVCacheManager,
-    NotHeldError,
-    OutOfRangeError,
-    UsageError,
-    kernels,
-)
+from pagoda import CapacityError, UsageError, kernels
+from pagoda.compat import DSV4Config, KVCacheManager
+from pagoda.errors import ArgumentError, NotHeldError, OutOfRangeError
 from property.test_reentrancy import sweep
 
 SETTINGS = settings(

@@ -8,7 +8,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pagoda import CapacityError, FreeList, PageTable, PagodaError, PrefixTree, Staging, StaleError
+from pagoda import CapacityError, FreeList, PagodaError, PrefixTree
+from pagoda.errors import StaleError
+from pagoda.pools import Staging
+from pagoda.tables import PageTable
 
 THREADS = 8
 

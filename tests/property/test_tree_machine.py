@@ -17,9 +17,9 @@ from pagoda.errors import (
     StaleError,
 )
 from pagoda.tree import PrefixTree
-from pagoda.tree.twin import PrefixTwin
 from property.tree_machine import MOST_PAGES, TreeMachine, keys, lists, namespaces, rests, symbols
 from property.tree_model import HOLE, Gone, Pages
+from twin import PrefixTwin
 
 RUNS = settings(max_examples=60, stateful_step_count=60, deadline=None)
 MOST_LEASES, MOST_MATCHES = 5, 6

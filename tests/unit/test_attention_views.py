@@ -8,20 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda import (
-    ArgumentError,
-    ConfigError,
-    FullAttention,
-    InvariantError,
-    LatentAttention,
-    Layout,
-    PagedGroup,
-    WindowAttention,
-    from_hf,
-    model_config,
-)
+from pagoda import ConfigError, FullAttention, LatentAttention, Layout, WindowAttention, from_hf, model_config
 from pagoda.attention import PagedView, PagedViews, hnd_pages, nhd_pages
-from pagoda.layout import latent
+from pagoda.errors import ArgumentError, InvariantError
+from pagoda.layout import PagedGroup, latent
 from pagoda.pools import Pools
 
 NUM_ROWS = 12

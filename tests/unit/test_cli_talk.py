@@ -21,11 +21,11 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("gguf", reason="needs gguf")
 
+from pagoda import models
 from pagoda.cli import demo, main
 from pagoda.cli.talk import speaker as speaking
 from pagoda.cli.tours.pen import Pen
 from pagoda.errors import MissingError
-from pagoda.hf import models
 from unit.tiny_talker import save
 
 PAGE = 16
@@ -516,7 +516,7 @@ def test_a_chat_in_a_terminal(folder: Path):
 @pytest.fixture
 def there(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model in the place of the real one."""
-    monkeypatch.setattr(models, "smollm2", lambda: large)
+    monkeypatch.setattr("pagoda.models._load.smollm2", lambda: large)
 
 
 @pytest.fixture
@@ -524,7 +524,7 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused() -> None:
         raise MissingError("smollm2: pip could not fetch it. Where there is network, do this and that")
 
-    monkeypatch.setattr(models, "smollm2", refused)
+    monkeypatch.setattr("pagoda.models._load.smollm2", refused)
 
 
 class Terminal(io.StringIO):

@@ -5,19 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from pagoda import (
-    ArgumentError,
-    ConfigError,
-    Entry,
-    EntryPool,
-    InvariantError,
-    LatentAttention,
-    Layout,
-    Part,
-    from_hf,
-    model_config,
-)
-from pagoda.layout import compressed_fp8, index_keys, latent_fp8, plain
+from pagoda import ConfigError, EntryPool, LatentAttention, Layout, from_hf, model_config
+from pagoda.errors import ArgumentError, InvariantError
+from pagoda.layout import Entry, Part, compressed_fp8, index_keys, latent_fp8, plain
 
 # Parts of unequal widths, two scales, and pages that are padded to 32 bytes.
 ODD = Entry(

@@ -7,16 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda import (
-    AlreadyHeldError,
-    ArgumentError,
-    CapacityError,
-    ConfigError,
-    DoubleFreeError,
-    FreeList,
-    NotHeldError,
-    OutOfRangeError,
-)
+from pagoda import CapacityError, ConfigError, FreeList
+from pagoda.errors import AlreadyHeldError, ArgumentError, DoubleFreeError, NotHeldError, OutOfRangeError
 
 
 def state(ids: FreeList) -> tuple[object, ...]:

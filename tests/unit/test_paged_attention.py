@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda import ArgumentError, FullAttention, LatentAttention, Layout, TokenPool, WindowAttention
+from pagoda import FullAttention, LatentAttention, Layout, TokenPool, WindowAttention
 from pagoda.attention import PagedView, paged, paged_attention
+from pagoda.errors import ArgumentError
 from pagoda.layout import latent
 
 NUM_PAGES = 60

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda import ArgumentError, OutOfRangeError, TokenPool
+from pagoda import TokenPool
+from pagoda.errors import ArgumentError, OutOfRangeError
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
 LAYERS = 3

@@ -12,20 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda import (
-    ArgumentError,
     CapacityError,
     ConfigError,
     FullAttention,
     GatedDelta,
     LatentAttention,
     Layout,
-    OutOfRangeError,
     TokenPool,
     WindowAttention,
     from_hf,
     kernels,
     model_config,
 )
+from pagoda.errors import ArgumentError, OutOfRangeError
 from pagoda.layout import latent
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Pools

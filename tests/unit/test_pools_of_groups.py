@@ -9,15 +9,13 @@ from pagoda import (
     GatedDelta,
     LatentAttention,
     Layout,
-    PagedGroup,
-    StateGroup,
     StatePool,
     TokenPool,
     WindowAttention,
     from_hf,
     model_config,
 )
-from pagoda.layout import index_keys, latent
+from pagoda.layout import PagedGroup, StateGroup, index_keys, latent
 
 # Every kind of paged layer that a TokenPool holds, with unequal sizes.
 PAGED = [

@@ -10,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda import ArgumentError, ConfigError, InvariantError, Staging
+from pagoda import ConfigError
+from pagoda.errors import ArgumentError, InvariantError
+from pagoda.pools import Staging
 from pagoda.pools.staging import Ring
 
 

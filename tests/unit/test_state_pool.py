@@ -4,18 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda import (
-    ArgumentError,
-    ConfigError,
-    DeviceTable,
-    FreeList,
-    InvariantError,
-    OutOfRangeError,
-    PageTable,
-    StatePart,
-    StatePool,
-)
+from pagoda import ConfigError, FreeList, StatePool
+from pagoda.errors import ArgumentError, InvariantError, OutOfRangeError
 from pagoda.kernels import fill_rows
+from pagoda.pools import DeviceTable, StatePart
+from pagoda.tables import PageTable
 
 PARTS = {
     "recurrent": StatePart((2, 3), torch.float32),

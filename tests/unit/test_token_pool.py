@@ -5,16 +5,9 @@ import math
 import pytest
 import torch
 
-from pagoda import (
-    ArgumentError,
-    ConfigError,
-    DeviceTable,
-    InvariantError,
-    OutOfRangeError,
-    StatePart,
-    StatePool,
-    TokenPool,
-)
+from pagoda import ConfigError, StatePool, TokenPool
+from pagoda.errors import ArgumentError, InvariantError, OutOfRangeError
+from pagoda.pools import DeviceTable, StatePart
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pagoda.errors import ArgumentError, ConfigError
 from pagoda.tree import Counts, NodeView, PrefixTree, Tally, draw_json, draw_rich, draw_text
-from pagoda.tree.twin import PrefixTwin
+from twin import PrefixTwin
 
 # rich is an extra, and part of `dev`: a machine without it runs the rest.
 HAS_RICH = importlib.util.find_spec("rich") is not None

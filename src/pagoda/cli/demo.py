@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TextIO
 
-from pagoda.cli.tours import pool, tree
 from pagoda.cli.tours.pen import Pen
 from pagoda.errors import ConfigError, MissingError
 
@@ -20,10 +19,22 @@ def _talk(pen: Pen, device: str) -> None:
     talk.run(pen, device)
 
 
+def _pool(pen: Pen, device: str) -> None:
+    from pagoda.cli.tours import pool  # late: `pagoda plan` needs no torch
+
+    pool.run(pen, device)
+
+
+def _tree(pen: Pen, device: str) -> None:
+    from pagoda.cli.tours import tree
+
+    tree.run(pen, device)
+
+
 PARTS: dict[str, Callable[[Pen, str], None]] = {
     "talk": _talk,  # a real model, with a cache and without
-    "pool": pool.run,  # ids, tables, tensors
-    "tree": tree.run,  # what is already computed
+    "pool": _pool,  # ids, tables, tensors
+    "tree": _tree,  # what is already computed
 }
 
 

@@ -1,7 +1,6 @@
 """What is already computed. In: tokens; out: the ids of the pages that hold them.
 
-`PrefixTree` is native; `twin` is the same in plain Python, the oracle of its tests. docs/tree.md says
-exactly what each call does. Invariants 10 to 12, 14 and 15.
+`PrefixTree` is native. docs/tree.md says exactly what each call does. Invariants 10 to 12, 14 and 15.
 """
 
 from pagoda._native import Freed, Inserted, Lease, Match, PrefixTree

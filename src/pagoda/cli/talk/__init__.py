@@ -97,10 +97,10 @@ class Asked:
 
     def open(self) -> tuple[Speaker, PrefixCache]:
         """The model with a cache. Cost: loading it. Errors: PagodaError."""
-        from pagoda.hf import enable, models  # first: where transformers is missing, it says so
+        from pagoda import hf, models  # late, hf first: where transformers is missing, it says so
 
         model, tokenizer = models.load(self.model, dtype=self.dtype, device=self.device)
-        cache = enable(model, self.memory_bytes)
+        cache = hf.enable(model, self.memory_bytes)
         from pagoda.cli.talk.speaker import Speaker
 
         speaker = Speaker(

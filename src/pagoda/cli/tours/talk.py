@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping
 from importlib import resources
 
-from pagoda import hf
+from pagoda import hf, models
 from pagoda.cli.talk.speaker import Answer, Message, Speaker
 from pagoda.cli.tours.pen import INDENT, Pen
 from pagoda.errors import PagodaError
-from pagoda.hf import PrefixCache, models
+from pagoda.hf import PrefixCache
 from pagoda.layout import from_hf
 from pagoda.layout.numbers import show_bytes
 

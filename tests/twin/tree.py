@@ -16,7 +16,8 @@ from pagoda.errors import (
     NotHeldError,
     StaleError,
 )
-from pagoda.tree.twin.arguments import (
+from pagoda.tree.values import Counts, NodeView, Removed, Stored
+from twin.arguments import (
     HOLE,
     Ints,
     as_array,
@@ -28,12 +29,11 @@ from pagoda.tree.twin.arguments import (
     read_columns,
     read_tokens,
 )
-from pagoda.tree.twin.events import Bulletin, Listener
-from pagoda.tree.twin.freeing import drop, evict
-from pagoda.tree.twin.nodes import Forest, Node, Page
-from pagoda.tree.twin.values import Freed, Inserted, Lease, Match
-from pagoda.tree.twin.views import check, count, view
-from pagoda.tree.values import Counts, NodeView, Removed, Stored
+from twin.events import Bulletin, Listener
+from twin.freeing import drop, evict
+from twin.nodes import Forest, Node, Page
+from twin.values import Freed, Inserted, Lease, Match
+from twin.views import check, count, view
 
 __all__ = ["Freed", "Inserted", "Lease", "Match", "PrefixTwin"]
 

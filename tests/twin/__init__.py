@@ -3,7 +3,7 @@
 Written to be read, not to be fast. Nothing outside the tests imports it.
 """
 
-from pagoda.tree.twin.tree import PrefixTwin
-from pagoda.tree.twin.values import Freed, Inserted, Lease, Match
+from twin.tree import PrefixTwin
+from twin.values import Freed, Inserted, Lease, Match
 
 __all__ = ["Freed", "Inserted", "Lease", "Match", "PrefixTwin"]

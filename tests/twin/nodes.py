@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pagoda.tree.twin.arguments import HOLE, Element
+from twin.arguments import HOLE, Element
 
 __all__ = ["Forest", "Node", "Page"]
 

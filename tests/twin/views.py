@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from pagoda.errors import InvariantError
-from pagoda.tree.twin.arguments import HOLE, as_array, token_of
-from pagoda.tree.twin.nodes import Forest, Node
-from pagoda.tree.twin.values import Lease
 from pagoda.tree.values import Counts, NodeView, Tally
+from twin.arguments import HOLE, as_array, token_of
+from twin.nodes import Forest, Node
+from twin.values import Lease
 
 __all__ = ["check", "count", "view"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from pagoda.errors import ArgumentError
-from pagoda.tree.twin.arguments import as_array, token_of
-from pagoda.tree.twin.nodes import Node, Page
 from pagoda.tree.values import Removed, Stored
+from twin.arguments import as_array, token_of
+from twin.nodes import Node, Page
 
 __all__ = ["Bulletin", "Listener"]
 
