@@ -26,7 +26,7 @@ from transformers import (
 
 import pagoda
 from bench.measure import save, table
-from pagoda.hf.identity import identity
+from pagoda.hf._identity import identity
 from pagoda.models import load
 
 Row = dict[str, Any]

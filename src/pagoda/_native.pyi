@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagoda.tree.values import Counts, NodeView, Removed, Stored
+from pagoda.tree._values import Counts, NodeView, Removed, Stored
 
 IdsLike: TypeAlias = (
     npt.NDArray[np.int32] | npt.NDArray[np.int64] | torch.Tensor | list[int] | tuple[int, ...] | range

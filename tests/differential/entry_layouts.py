@@ -1,6 +1,6 @@
 """Layouts of entries that tests share: quantised and plain, of a real model's size and of odd ones."""
 
-from pagoda.layout.entries import Entry, Part, compressed_fp8, index_keys
+from pagoda.layout._entries import Entry, Part, compressed_fp8, index_keys
 
 __all__ = ["ENTRIES", "plain_entry"]
 

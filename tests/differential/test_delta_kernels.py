@@ -9,10 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagoda.kernels import Regions, reference
+from pagoda.kernels import Regions
+from pagoda.kernels import _reference as reference
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
-    fused = pytest.importorskip("pagoda.kernels.fused", reason="needs triton")
+    fused = pytest.importorskip("pagoda.kernels._fused", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(

@@ -7,10 +7,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagoda.kernels import gather_reference
+from pagoda.kernels import _gather_reference as gather_reference
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
-    gather_fused = pytest.importorskip("pagoda.kernels.gather_fused", reason="needs triton")
+    gather_fused = pytest.importorskip("pagoda.kernels._gather_fused", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(

@@ -10,11 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagoda.kernels import views_reference
-from pagoda.kernels.views_reference import ViewBuffers, ViewSpec
+from pagoda.kernels import _views_reference as views_reference
+from pagoda.kernels._views_reference import ViewBuffers, ViewSpec
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
-    views_fused = pytest.importorskip("pagoda.kernels.views_fused", reason="needs triton")
+    views_fused = pytest.importorskip("pagoda.kernels._views_fused", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(

@@ -9,7 +9,7 @@ import torch
 import pagoda
 from pagoda import StatePool, TokenPool
 from pagoda.errors import CaptureError
-from pagoda.kernels import fused
+from pagoda.kernels import _fused as fused
 from pagoda.pools import DeviceTable, Staging, StatePart
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 from bench.measure import no_waiting
 from pagoda import TokenPool
 from pagoda.errors import CaptureError
-from pagoda.kernels import gather_fused
+from pagoda.kernels import _gather_fused as gather_fused
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from pagoda.errors import ArgumentError
-from pagoda.tree.values import Removed, Stored
+from pagoda.tree._values import Removed, Stored
 from twin.arguments import as_array, token_of
 from twin.nodes import Node, Page
 

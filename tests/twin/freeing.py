@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pagoda.tree.values import Removed
+from pagoda.tree._values import Removed
 from twin.arguments import HOLE, as_array
 from twin.events import Bulletin
 from twin.nodes import Forest, Node, Page

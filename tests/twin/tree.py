@@ -16,7 +16,7 @@ from pagoda.errors import (
     NotHeldError,
     StaleError,
 )
-from pagoda.tree.values import Counts, NodeView, Removed, Stored
+from pagoda.tree._values import Counts, NodeView, Removed, Stored
 from twin.arguments import (
     HOLE,
     Ints,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from pagoda.errors import InvariantError
-from pagoda.tree.values import Counts, NodeView, Tally
+from pagoda.tree._values import Counts, NodeView, Tally
 from twin.arguments import HOLE, as_array, token_of
 from twin.nodes import Forest, Node
 from twin.values import Lease

@@ -13,10 +13,14 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from differential.entry_layouts import ENTRIES
-from pagoda.kernels import compress_fused, entries_fused, fused, gather_fused, views_fused
+from pagoda.kernels import _compress_fused as compress_fused
+from pagoda.kernels import _entries_fused as entries_fused
+from pagoda.kernels import _fused as fused
+from pagoda.kernels import _gather_fused as gather_fused
+from pagoda.kernels import _views_fused as views_fused
+from pagoda.kernels._regions import Regions
+from pagoda.kernels._views_reference import ViewBuffers, ViewSpec
 from pagoda.kernels.entries import Codec, Ring, Tokens
-from pagoda.kernels.regions import Regions
-from pagoda.kernels.views_reference import ViewBuffers, ViewSpec
 
 CAPABILITY = int(sys.argv[1])
 compiled: dict[str, set[int]] = defaultdict(set)

@@ -816,14 +816,14 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
 
 
 def test_the_keys_of_the_json_are_documented(json_of):
-    import pagoda.cli.plan
+    import pagoda.cli._plan
 
     def keys(value: Any) -> set[str]:
         if isinstance(value, dict):
             return set(value).union(*map(keys, value.values()))
         return set().union(*map(keys, value)) if isinstance(value, list) else set()
 
-    documented = set(re.findall(r"\w+", pagoda.cli.plan.__doc__ or ""))
+    documented = set(re.findall(r"\w+", pagoda.cli._plan.__doc__ or ""))
     found = keys(json_of("llama-3.1-8b", "--memory", "80GiB", "--tp", "16"))
     models = json_of()["models"]
     assert found | set(models[0]) <= documented

@@ -7,9 +7,9 @@ import torch
 
 from differential.entry_layouts import ENTRIES, plain_entry
 from pagoda.errors import ConfigError
+from pagoda.kernels._entries_reference import decode, encode
 from pagoda.kernels.entries import Codec
-from pagoda.kernels.entries_reference import decode, encode
-from pagoda.layout.entries import Entry, Part, compressed_fp8, index_keys, latent_fp8
+from pagoda.layout._entries import Entry, Part, compressed_fp8, index_keys, latent_fp8
 
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 

@@ -29,7 +29,7 @@ from pagoda.layout import (
     model_config,
     model_names,
 )
-from pagoda.layout.configs.families import ALIASES, FAMILIES
+from pagoda.layout._configs.families import ALIASES, FAMILIES
 
 GIB, MIB = 2**30, 2**20
 LLAMA = {

@@ -36,8 +36,8 @@ from pagoda.layout import (
     model_config,
     plain,
 )
-from pagoda.layout.entries import DTYPES, dtype_name
-from pagoda.layout.kinds import RecurrentKind
+from pagoda.layout._entries import DTYPES, dtype_name
+from pagoda.layout._kinds import RecurrentKind
 
 V4_ENTRY = compressed_fp8(512, 64)
 

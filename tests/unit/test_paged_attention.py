@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda import FullAttention, LatentAttention, Layout, TokenPool, WindowAttention
-from pagoda.attention import PagedView, paged, paged_attention
+from pagoda.attention import PagedView, paged_attention
+from pagoda.attention import _paged as paged
 from pagoda.errors import ArgumentError
 from pagoda.layout import latent
 

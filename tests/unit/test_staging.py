@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pagoda import ConfigError
 from pagoda.errors import ArgumentError, InvariantError
 from pagoda.pools import Staging
-from pagoda.pools.staging import Ring
+from pagoda.pools._staging import Ring
 
 
 class Late:

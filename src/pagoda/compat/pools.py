@@ -13,9 +13,9 @@ import torch
 
 from pagoda.errors import ArgumentError, CapacityError, ConfigError, InvariantError
 from pagoda.ids import FreeList
-from pagoda.layout.numbers import count
+from pagoda.layout._numbers import count
 from pagoda.pools import DeviceTable, Staging, StatePart, StatePool, TokenPool
-from pagoda.pools.arguments import (
+from pagoda.pools._arguments import (
     AnyIds,
     host_ids,
     is_unread,

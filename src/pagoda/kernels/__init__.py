@@ -17,9 +17,9 @@ from types import ModuleType
 import torch
 
 from pagoda.errors import ConfigError
-from pagoda.kernels import reference
-from pagoda.kernels.reference import FP8_DTYPES
-from pagoda.kernels.regions import Regions
+from pagoda.kernels import _reference as reference
+from pagoda.kernels._reference import FP8_DTYPES
+from pagoda.kernels._regions import Regions
 
 __all__ = [
     "FP8_DTYPES",
@@ -56,7 +56,7 @@ def _fused(name: str) -> ModuleType:
 
 
 def _for(tensor: torch.Tensor) -> ModuleType:
-    return pick("fused", reference, tensor.device)
+    return pick("_fused", reference, tensor.device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from pagoda.kernels import gather_reference, on_device, pick
+from pagoda.kernels import _gather_reference as gather_reference
+from pagoda.kernels import on_device, pick
 
 __all__ = ["gather"]
 
@@ -28,6 +29,6 @@ def gather(
     A slot outside of the buffers gives zeros. No output overlaps another or a buffer.
     """
     with on_device(addresses.device):
-        pick("gather_fused", gather_reference, addresses.device).gather(
+        pick("_gather_fused", gather_reference, addresses.device).gather(
             slots, buffers, addresses, page_size, outs, out_addresses
         )

@@ -13,9 +13,9 @@ import transformers
 from transformers.utils import logging as transformers_logging
 
 from pagoda.errors import ConfigError
-from pagoda.layout.numbers import show
+from pagoda.layout._numbers import show
 from pagoda.models._smollm2 import smollm2
-from pagoda.pools.arguments import resolve_device
+from pagoda.pools._arguments import resolve_device
 
 __all__ = ["load"]
 

@@ -4,8 +4,8 @@
 """
 
 from pagoda._native import Freed, Inserted, Lease, Match, PrefixTree
-from pagoda.tree.picture import draw_json, draw_rich, draw_text
-from pagoda.tree.values import Counts, NodeView, Removed, Stored, Tally
+from pagoda.tree._picture import draw_json, draw_rich, draw_text
+from pagoda.tree._values import Counts, NodeView, Removed, Stored, Tally
 
 __all__ = [
     "Counts",

@@ -11,7 +11,7 @@ import torch
 from pagoda import kernels
 from pagoda.errors import CapacityError, ConfigError, InvariantError
 from pagoda.ids import FreeList
-from pagoda.pools.arguments import filled
+from pagoda.pools._arguments import filled
 from pagoda.tables import PageTable
 
 __all__ = ["BlockTable"]

@@ -21,9 +21,9 @@ from pagoda.compat.hybrid.tokens import read_tokens
 from pagoda.errors import ArgumentError, ConfigError, InvariantError
 from pagoda.ids import FreeList
 from pagoda.layout import RingWindow
-from pagoda.layout.numbers import count, show
+from pagoda.layout._numbers import count, show
 from pagoda.pools import EntryPool, Staging, StatePool
-from pagoda.pools.arguments import AnyIds, one_id, refuse_capture, resolve_device
+from pagoda.pools._arguments import AnyIds, one_id, refuse_capture, resolve_device
 
 __all__ = ["KVCacheManager"]
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pagoda.compat.tokens import slots_of_pages
 from pagoda.errors import ArgumentError
-from pagoda.pools.arguments import number
+from pagoda.pools._arguments import number
 from pagoda.tree import NodeView, PrefixTree
 
 __all__ = ["RadixTreeNode", "format_radix_tree", "print_radix_tree", "radix_root"]
