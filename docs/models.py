@@ -68,7 +68,7 @@ def entry(group: str, name: str) -> Measure:
     """One entry of one tensor of one layer."""
 
     def measure(layout: Layout) -> Fraction:
-        (found,) = (each for each in _paged(layout, group).pages.entries if each.name == name)
+        (found,) = (each for each in _paged(layout, group).storage.entries if each.name == name)
         return Fraction(found.num_bytes)
 
     return measure

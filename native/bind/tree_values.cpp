@@ -69,7 +69,7 @@ PyGetSetDef match_getters[] = {{"length", getter<FoundMatch, number_of<FoundMatc
                                {"found", getter<FoundMatch, number_of<FoundMatch, match_found_of>>, nullptr,
                                 "Tokens whose pages are there, usable or not: at least `length`. O(1).", nullptr},
                                {"page_ids", getter<FoundMatch, first_column>, nullptr,
-                                "The pages of column 0: [length / page_size] int32, holes -1. O(1).", nullptr},
+                                "The pages of column 0: [length / page_tokens] int32, holes -1. O(1).", nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyGetSetDef lease_getters[] = {
@@ -194,8 +194,8 @@ nb::object tree_counts(const PrefixTree& core) {
   const auto tally = [&](Tally t) { return values.attr("Tally")(t.total, t.total - t.locked, t.locked); };
   nb::list columns;
   for (int c = 0; c < core.num_columns(); ++c) columns.append(tally(core.pages(c)));
-  return values.attr("Counts")(tally(core.tokens()), nb::tuple(columns), tally(core.states()), core.num_nodes(),
-                               core.num_leaves(), core.num_leases());
+  return values.attr("TreeCounts")(tally(core.tokens()), nb::tuple(columns), tally(core.states()), core.num_nodes(),
+                                   core.num_leaves(), core.num_leases());
 }
 
 nb::list list_nodes(const PrefixTree& core, nb::handle max_nodes, nb::handle max_tokens, nb::handle space) {

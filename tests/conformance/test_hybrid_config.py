@@ -23,7 +23,7 @@ from pagoda.compat import (
     build_schema,
     compute_block_budget,
 )
-from pagoda.layout import Entry, Part, compressed_fp8, index_keys, plain
+from pagoda.layout import Entry, TensorSpec, compressed_fp8, index_keys, plain
 
 FLASH, PRO = DSV4Config.flash(), DSV4Config.pro()
 
@@ -158,14 +158,16 @@ def test_a_schema_says_all_of_a_layer() -> None:
     [
         # What later models use: all of it in fp8 under four scales, or in fp4 under one for each 16 numbers.
         (
-            Entry("all fp8", (Part("flat", (512,), "fp8"),), (Part("scale", (4,), "float32"),), 528),
+            Entry(
+                "all fp8", (TensorSpec("flat", (512,), "fp8"),), (TensorSpec("scale", (4,), "float32"),), 528
+            ),
             528,
         ),
         (
             Entry(
                 "all fp4",
-                (Part("flat", (256,), "float4_e2m1fn_x2"),),
-                (Part("scale", (32,), "float8_e8m0fnu"),),
+                (TensorSpec("flat", (256,), "float4_e2m1fn_x2"),),
+                (TensorSpec("scale", (32,), "float8_e8m0fnu"),),
                 288,
             ),
             288,

@@ -53,7 +53,7 @@ def judge(
 
 @CASES
 @given(data=st.data())
-def test_refresh_agrees_for_any_batch_window_and_page_size(data: st.DataObject):
+def test_refresh_agrees_for_any_batch_window_and_page_tokens(data: st.DataObject):
     random = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     kernel_page = data.draw(st.sampled_from([1, 2, 3, 16, 256]))
     page = kernel_page * data.draw(st.sampled_from([1, 2, 4]))

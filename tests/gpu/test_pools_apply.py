@@ -161,8 +161,8 @@ def test_deltas_of_any_size_share_one_kernel():
     for n in (1, 16, 17, 2048):
         for offset in (0, 1):  # aligned to 16 bytes, and not
             fused._launch_writes.compiled.clear()
-            fused.write_entries(packed[offset:], n, table[offset:])
-    assert [len(caches[0]) for caches in fused._write_entries.device_caches.values()] == [1]
+            fused.write_table(packed[offset:], n, table[offset:])
+    assert [len(caches[0]) for caches in fused._write_table.device_caches.values()] == [1]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -178,11 +178,11 @@ def test_the_device_sees_one_copy_and_few_launches():
             pools.apply(delta)
         torch.cuda.synchronize()
     names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    if not any("_write_entries" in name for name in names):
+    if not any("_write_table" in name for name in names):
         pytest.skip("the profiler sees no kernels on this machine")
     with_copies = sum(len(sources) > 0 for delta in deltas for sources, _ in delta.copies)
     assert sum("HtoD" in name for name in names) == len(deltas)
-    assert sum("_write_entries" in name for name in names) == len(deltas)
+    assert sum("_write_table" in name for name in names) == len(deltas)
     assert sum("_copy_pages" in name for name in names) == with_copies
     assert not [name for name in names if "DtoH" in name or "DtoD" in name or "at::" in name]
 

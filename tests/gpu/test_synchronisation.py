@@ -6,7 +6,7 @@ import torch
 
 from bench.measure import no_waiting
 from pagoda import FreeList, StatePool, TokenPool, compat
-from pagoda.pools import DeviceTable, StatePart
+from pagoda.pools import DeviceTable, StateSpec
 from pagoda.tables import PageTable
 
 pytestmark = pytest.mark.gpu
@@ -69,7 +69,7 @@ def test_stores_and_packs():
 
 
 def test_states():
-    states = StatePool(8, 2, {"s": StatePart((3,), torch.float32)})
+    states = StatePool(8, 2, {"s": StateSpec((3,), torch.float32)})
     gdn, rows = (
         compat.GDNPool(4, 2, 2, 4, 6, 20, 4, max_track_slots=2),
         torch.tensor([1, 2], device="cuda"),

@@ -152,7 +152,7 @@ class Hybrid(RuleBasedStateMachine):
         is_new = self.taken[row][layer] == len(held)
         if not is_new or len(held) == MAX_BLOCKS or not self.free_blocks(name):
             return
-        write, failed = kernels.set_entries, []
+        write, failed = kernels.set_table, []
 
         def fail(*args: Any) -> None:
             if failed:
@@ -163,7 +163,7 @@ class Hybrid(RuleBasedStateMachine):
             raise KeyboardInterrupt
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels, "set_entries", fail)
+            patch.setattr(kernels, "set_table", fail)
             self.fails(KeyboardInterrupt, lambda: self.manager.allocate_block(layer, row))
         assert failed
 

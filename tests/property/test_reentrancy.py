@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pagoda import FreeList, StatePool, TokenPool, compat
-from pagoda.pools import DeviceTable, Staging, StatePart
+from pagoda.pools import DeviceTable, Staging, StateSpec
 from pagoda.tables import PageTable
 
 
@@ -58,7 +58,7 @@ def sweep(call: Callable[[], object]) -> int:
 def calls(device: str) -> dict[str, Callable[[], object]]:
     pool = TokenPool(8, 4, 2, (2, 8), (2, 8), torch.float32, device)
     rows = torch.ones(3, 16, device=device)
-    states = StatePool(4, 1, {"s": StatePart((3,), torch.float32)}, device)
+    states = StatePool(4, 1, {"s": StateSpec((3,), torch.float32)}, device)
     table, staging = DeviceTable(4, 8, device), Staging(device)
     requests, slots = (
         compat.ReqToTokenPool(4, 8, device),

@@ -108,7 +108,7 @@ def token_of(element: Element) -> int:
     return element[0] if isinstance(element, tuple) else element
 
 
-def elements_of(tokens: list[int], extra_keys: Any, base: int, page_size: int) -> list[tuple[Element, ...]]:
+def elements_of(tokens: list[int], extra_keys: Any, base: int, page_tokens: int) -> list[tuple[Element, ...]]:
     """Tokens of positions base, base + 1, … as whole pages of what makes two of them equal."""
     elements: list[Element] = list(tokens)
     after = 0
@@ -124,14 +124,17 @@ def elements_of(tokens: list[int], extra_keys: Any, base: int, page_size: int) -
         after = end
         for at in range(max(begin - base, 0), min(end - base, len(tokens))):
             elements[at] = (tokens[at], key, begin)
-    return [tuple(elements[at : at + page_size]) for at in range(0, len(elements) - page_size + 1, page_size)]
+    return [
+        tuple(elements[at : at + page_tokens])
+        for at in range(0, len(elements) - page_tokens + 1, page_tokens)
+    ]
 
 
 def read_columns(
-    page_ids: Any, num_tokens: int, windows: Sequence[int | None], page_size: int
+    page_ids: Any, num_tokens: int, windows: Sequence[int | None], page_tokens: int
 ) -> list[list[int]]:
     """[columns][pages] page ids; the last may be that of a page which is not full."""
-    whole, all_pages = num_tokens // page_size, -(-num_tokens // page_size)
+    whole, all_pages = num_tokens // page_tokens, -(-num_tokens // page_tokens)
     one_each = [page_ids] if len(windows) == 1 else as_items(page_ids, "page_ids", "arrays, one a column")
     if len(one_each) != len(windows):
         raise ArgumentError(f"page_ids: give a list of {len(windows)} arrays, one a column")
@@ -142,14 +145,14 @@ def read_columns(
             raise ArgumentError(f"page_ids: {len(ids)} ids, but {num_tokens} tokens fill {whole} pages")
         for position, id in enumerate(ids):
             is_hole = window is not None and id == HOLE
-            if not is_hole and (id < 1 or (id + 1) * page_size > 2**31):
+            if not is_hole and (id < 1 or (id + 1) * page_tokens > 2**31):
                 raise OutOfRangeError(f"page_ids[{position}] = {id} is not a page", id, position)
         columns.append(ids)
     return columns
 
 
 def read_checkpoints(
-    checkpoints: Any, has_states: bool, base: int, end: int, page_size: int
+    checkpoints: Any, has_states: bool, base: int, end: int, page_tokens: int
 ) -> list[tuple[int, int]]:
     """(length, state id) pairs, ascending, at whole pages behind base and up to end."""
     items = as_items(checkpoints, "checkpoints", "(length, state id)")
@@ -162,7 +165,7 @@ def read_checkpoints(
             raise ArgumentError("checkpoints: give a list of (length, state id)")
         length = as_int(parts[0], "checkpoints", -(2**63), 2**63 - 1)
         state = as_int(parts[1], "checkpoints", LOW, HIGH)
-        if length % page_size or not base < length <= end:
+        if length % page_tokens or not base < length <= end:
             raise ArgumentError(f"checkpoints: {length} is not a whole page of {base} … {end}")
         if pairs and length <= pairs[-1][0]:
             raise ArgumentError("checkpoints: give them in order of length")

@@ -27,8 +27,8 @@ class _Delivery:
 class Bulletin:
     """Events that wait for the end of a call, and those who listen."""
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(self, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
         self.listeners: list[Listener] = []
         self.waiting: list[Stored | Removed] = []
         self.is_busy = False
@@ -62,7 +62,7 @@ class Bulletin:
             parent = node.pages[begin - 1].ids[0]
         elif node.parent is not None and node.parent.pages:
             parent = node.parent.pages[-1].ids[0]
-        position = node.begin + begin * self.page_size
+        position = node.begin + begin * self.page_tokens
         tokens = as_array([token_of(element) for page in pages for element in page.elements])
         ids = tuple(as_array(column) for column in columns)
         self.waiting.append(kind(node.namespace, position, parent, tokens, ids, tuple(states)))

@@ -42,7 +42,7 @@ class Harvest:
 
 def cut(forest: Forest, bulletin: Bulletin, node: Node, keep: int, harvest: Harvest) -> None:
     """Frees a node's pages behind the first few; a node left without any goes."""
-    end = node.begin + keep * forest.page_size
+    end = node.begin + keep * forest.page_tokens
     states = sorted(it for it in node.checkpoints.items() if it[0] > end)
     bulletin.tell_run(Removed, node, keep, states)
     harvest.take(node.pages[keep:], [state for _, state in states])
@@ -63,7 +63,7 @@ def evict(forest: Forest, bulletin: Bulletin, is_enough: Callable[[Harvest], boo
         keep, going = len(node.pages), harvest
         while keep > 0 and not is_enough(going):
             keep = forest.pages_before(node, keep)
-            going = harvest.with_end_of(node, keep, node.begin + keep * forest.page_size)
+            going = harvest.with_end_of(node, keep, node.begin + keep * forest.page_tokens)
         cut(forest, bulletin, node, keep, harvest)
         while not node.pages:
             assert node.parent is not None

@@ -70,8 +70,8 @@ class Node:
 class Forest:
     """The trees of all namespaces, and the order in which their unprotected nodes go."""
 
-    def __init__(self, page_size: int, windows: tuple[int | None, ...], has_states: bool) -> None:
-        self.page_size, self.windows, self.has_states = page_size, windows, has_states
+    def __init__(self, page_tokens: int, windows: tuple[int | None, ...], has_states: bool) -> None:
+        self.page_tokens, self.windows, self.has_states = page_tokens, windows, has_states
         self.clock = self.cold = self.last_number = 0
         self.clear()
 
@@ -93,7 +93,7 @@ class Forest:
 
     def end(self, node: Node) -> int:
         """Tokens up to the end of a node."""
-        return node.begin + len(node.pages) * self.page_size
+        return node.begin + len(node.pages) * self.page_tokens
 
     def all_nodes(self) -> list[Node]:
         """Roots included."""
@@ -130,13 +130,13 @@ class Forest:
 
     def is_usable(self, pages: Sequence[Page], checkpoints: dict[int, int]) -> bool:
         """Whether every group can resume after these pages, which begin the sequence."""
-        length = len(pages) * self.page_size
+        length = len(pages) * self.page_tokens
         for column, window in enumerate(self.windows):
             # Tokens [first, length) are read again; there may be none.
             first = 0 if window is None else max(0, length - window + 1)
             if window is None or first == length:
                 continue
-            if any(page.ids[column] == HOLE for page in pages[first // self.page_size :]):
+            if any(page.ids[column] == HOLE for page in pages[first // self.page_tokens :]):
                 return False
         return not self.has_states or length in checkpoints
 
@@ -145,7 +145,7 @@ class Forest:
         n = len(pages)
         while n > 0 and not self.is_usable(pages[:n], checkpoints):
             n -= 1
-        return n * self.page_size
+        return n * self.page_tokens
 
     def split(self, node: Node, num_pages: int) -> Node:
         """Cuts a node after this many of its pages; the upper half is new and returned."""
@@ -193,7 +193,7 @@ class Forest:
         while node.parent is not None and node.begin >= length:
             node = node.parent
         if node.parent is not None and length < self.end(node):
-            return self.split(node, (length - node.begin) // self.page_size)
+            return self.split(node, (length - node.begin) // self.page_tokens)
         return node
 
     def grow_or_add(self, last: Node, leases: int, now: int) -> Node:
@@ -209,7 +209,7 @@ class Forest:
         """How much of a node is left when its first pages lose their last stretch."""
         if not self.has_states:
             return num_pages - 1
-        counts = [(length - node.begin) // self.page_size for length in node.checkpoints]
+        counts = [(length - node.begin) // self.page_tokens for length in node.checkpoints]
         return max((n for n in counts if n < num_pages), default=0)
 
     def touch(self, nodes: Iterable[Node], now: int) -> None:

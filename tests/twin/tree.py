@@ -16,7 +16,7 @@ from pagoda.errors import (
     NotHeldError,
     StaleError,
 )
-from pagoda.tree._values import Counts, NodeView, Removed, Stored
+from pagoda.tree._values import NodeView, Removed, Stored, TreeCounts
 from twin.arguments import (
     HOLE,
     Ints,
@@ -41,18 +41,18 @@ MOST = 2**63 - 1
 
 
 class PrefixTwin:
-    """A prefix tree over pages of `page_size` tokens, one column of page ids a paged group."""
+    """A prefix tree over pages of `page_tokens` tokens, one column of page ids a paged group."""
 
     def __init__(
         self,
-        page_size: int = 1,
+        page_tokens: int = 1,
         *,
         windows: Sequence[int | None] = (None,),
         states: bool = False,
         capacity: int = 0,
     ) -> None:
         try:
-            size = as_int(page_size, "page_size", 1, 2**31 - 1)
+            size = as_int(page_tokens, "page_tokens", 1, 2**31 - 1)
             as_int(capacity, "capacity", 0, 2**31 - 1)
             if not isinstance(states, bool):
                 raise ArgumentError("states: give True or False")
@@ -68,9 +68,9 @@ class PrefixTwin:
         self._epoch = self._last_lease = 0
 
     @property
-    def page_size(self) -> int:
+    def page_tokens(self) -> int:
         """Tokens a page. O(1)."""
-        return self._forest.page_size
+        return self._forest.page_tokens
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -120,15 +120,15 @@ class PrefixTwin:
         Errors: OutOfRangeError for a token, ArgumentError.
         """
         forest, name = self._forest, as_bytes(namespace, "namespace")
-        pages = elements_of(read_tokens(tokens), extra_keys, 0, self.page_size)
+        pages = elements_of(read_tokens(tokens), extra_keys, 0, self.page_tokens)
         path = forest.descend(forest.roots[name], pages) if name in forest.roots else []
         found = [page for node, n in path for page in node.pages[:n]]
         checkpoints = path[-1][0].checkpoints_to_end() if path else {}
         length = forest.usable(found, checkpoints)
-        kept = tuple(found[: length // self.page_size])
+        kept = tuple(found[: length // self.page_tokens])
         columns = tuple(as_array([page.ids[column] for page in kept]) for column in range(len(self.windows)))
         state_id = checkpoints.get(length) if length > 0 else None
-        return Match(length, len(found) * self.page_size, columns, state_id, self, name, kept)
+        return Match(length, len(found) * self.page_tokens, columns, state_id, self, name, kept)
 
     def match_length(self, tokens: Any, namespace: bytes | str = b"", extra_keys: Any = ()) -> int:
         """As `match`, the length alone."""
@@ -216,7 +216,7 @@ class PrefixTwin:
         del self._leases[lease.number]
 
     def page_ids(self, lease: Lease, column: int = 0) -> Ints:
-        """[length / page_size] ids along a lease's path, holes −1; still the tree's. Cost: the pages.
+        """[length / page_tokens] ids along a lease's path, holes −1; still the tree's. Cost: the pages.
 
         Errors: NotHeldError, StaleError, ArgumentError.
         """
@@ -244,7 +244,7 @@ class PrefixTwin:
         Cost: the pages given. Errors: OutOfRangeError for a token or an id, StaleError for a lease from
         before a reset or whose namespace was dropped, NotHeldError, ArgumentError.
         """
-        forest, size = self._forest, self.page_size
+        forest, size = self._forest, self.page_tokens
         name = as_bytes(b"" if namespace is None else namespace, "namespace")
         base, start = 0, forest.roots.get(name)
         if lease is not None:
@@ -312,7 +312,7 @@ class PrefixTwin:
         taken = []
         for length, state in wanted:
             for node, n in path:
-                index = (length - node.begin) // self.page_size
+                index = (length - node.begin) // self.page_tokens
                 if 0 < index <= n and length not in node.checkpoints:
                     node.checkpoints[length] = state
                     taken.append((length, state))
@@ -350,8 +350,8 @@ class PrefixTwin:
         """
         forest, name = self._forest, as_bytes(namespace, "namespace")
         given = read_tokens(tokens)
-        pages = elements_of(given, extra_keys, 0, self.page_size)
-        columns = read_columns(page_ids, len(given), self.windows, self.page_size)
+        pages = elements_of(given, extra_keys, 0, self.page_tokens)
+        columns = read_columns(page_ids, len(given), self.windows, self.page_tokens)
         path = forest.descend(forest.roots[name], pages) if name in forest.roots else []
         places = [(node, index) for node, n in path for index in range(n)]
         if len(places) < len(pages):
@@ -381,7 +381,7 @@ class PrefixTwin:
         punched: list[Page] = []
         for node in reversed(path):
             for index, page in enumerate(node.pages):
-                is_before = node.begin + (index + 1) * self.page_size <= end
+                is_before = node.begin + (index + 1) * self.page_tokens <= end
                 if is_before and node.leases == 1 and page.ids[column] != HOLE:
                     punched.append(page)
                     only = [[id if other == column else HOLE] for other, id in enumerate(page.ids)]
@@ -395,12 +395,12 @@ class PrefixTwin:
     # Freeing
 
     def evict(self, n: int, column: int = 0) -> Freed:
-        """Frees ⌈n / page_size⌉ pages of a column off the coldest leaves' tails; they are the caller's.
+        """Frees ⌈n / page_tokens⌉ pages of a column off the coldest leaves' tails; they are the caller's.
 
         Cost: O(pages). More than is evictable: CapacityError.
         """
         n, column = as_int(n, "n", 0, MOST), self._column(column)
-        wanted, counts = -(-n // self.page_size), self.counts()
+        wanted, counts = -(-n // self.page_tokens), self.counts()
         there = counts.columns[column]
         if wanted > there.evictable:
             if column == 0 and self.windows[0] is None:
@@ -444,7 +444,7 @@ class PrefixTwin:
         """The names in use, sorted. O(namespaces)."""
         return sorted(self._forest.roots)
 
-    def counts(self) -> Counts:
+    def counts(self) -> TreeCounts:
         """What is there, and how it divides. O(pages)."""
         return count(self._forest, len(self._leases))
 

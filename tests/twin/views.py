@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from pagoda.errors import InvariantError
-from pagoda.tree._values import Counts, NodeView, Tally
+from pagoda.tree._values import NodeView, Tally, TreeCounts
 from twin.arguments import HOLE, as_array, token_of
 from twin.nodes import Forest, Node
 from twin.values import Lease
@@ -13,7 +13,7 @@ from twin.values import Lease
 __all__ = ["check", "count", "view"]
 
 
-def count(forest: Forest, num_leases: int) -> Counts:
+def count(forest: Forest, num_leases: int) -> TreeCounts:
     """What is there, and how it divides."""
     nodes = [node for node in forest.all_nodes() if node.parent is not None]
 
@@ -25,8 +25,8 @@ def count(forest: Forest, num_leases: int) -> Counts:
     def pages(column: int) -> Callable[[Node], int]:
         return lambda node: sum(page.ids[column] != HOLE for page in node.pages)
 
-    return Counts(
-        tally(lambda node: len(node.pages) * forest.page_size),
+    return TreeCounts(
+        tally(lambda node: len(node.pages) * forest.page_tokens),
         tuple(tally(pages(column)) for column in range(len(forest.windows))),
         tally(lambda node: len(node.checkpoints)),
         len(nodes),
@@ -48,7 +48,7 @@ def view(forest: Forest, max_tokens: int, namespace: bytes | None) -> list[NodeV
 
 def _view(forest: Forest, node: Node, root: Node, level: int, max_tokens: int, views: list[NodeView]) -> None:
     tokens = [token_of(element) for page in node.pages for element in page.elements][:max_tokens]
-    shown = node.pages[: -(-len(tokens) // forest.page_size)]
+    shown = node.pages[: -(-len(tokens) // forest.page_tokens)]
     views.append(
         NodeView(
             node.number,

@@ -72,10 +72,10 @@ def pages() -> None:
     fused.pack(ints(3), buffers, addresses, packed)
     fused.unpack(ints(3), buffers, addresses, packed)
     fused.copy_pages(ints(3), ints(3), buffers, addresses)
-    fused.write_entries(ints(20), 10, ints(40))
+    fused.write_table(ints(20), 10, ints(40))
     for at, value in ((0, -1), (3, 1), (16, 2**31 - 1)):  # any numbers, one kernel
         fused._launch_set.compiled.clear()
-        fused.set_entries(ints(40)[at % 3 :], at, value, 20, at)
+        fused.set_table(ints(40)[at % 3 :], at, value, 20, at)
         fused._launch_rows.compiled.clear()
         rows = [(torch.zeros(17, 4 + at), float("-inf")), (ints(17), -1)]
         fused.fill_rows(Regions.of(rows, torch.device("cpu")), at)

@@ -182,7 +182,7 @@ def test_it_is_plain_attention(
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_any_batch_page_size_and_window(data: st.DataObject):
+def test_any_batch_page_tokens_and_window(data: st.DataObject):
     kernel_page = data.draw(st.sampled_from([1, 2, 4]))
     page = kernel_page * data.draw(st.sampled_from([1, 2, 3]))
     rows = []

@@ -127,7 +127,7 @@ def _reach(
     positions of their tokens [rows, n * page_tokens]."""
     window = view.group.window
     firsts = [0] * len(rows)
-    if window is not None and not view.group.pages.sink_tokens:
+    if window is not None and not view.group.storage.sink_tokens:
         firsts = [max(0, lengths[row] - num_queries - window + 1) // view.page_tokens for row in rows]
     most = max(-(-lengths[row] // view.page_tokens) - first for row, first in zip(rows, firsts, strict=True))
     columns = torch.tensor(firsts, device=view.device)[:, None] + torch.arange(most, device=view.device)
@@ -145,7 +145,7 @@ def _mask(view: PagedView, pages: torch.Tensor, positions: torch.Tensor, at: tor
     is_read = there <= query
     if view.group.window is not None:
         is_near = there > query - view.group.window
-        is_read &= is_near | (there < view.group.pages.sink_tokens)
+        is_read &= is_near | (there < view.group.storage.sink_tokens)
     return is_read & (pages > 0).repeat_interleave(view.page_tokens, 1)[:, None]
 
 

@@ -72,9 +72,9 @@ class PagedView:
     ) -> None:
         if not isinstance(group, PagedGroup):
             raise ConfigError(f"group: give a PagedGroup of a Layout, not {type(group).__name__}")
-        if group.pages.ratio > 1:
+        if group.storage.ratio > 1:
             raise ConfigError(
-                f"group {group.name}: an entry stands for {group.pages.ratio} tokens: views list tokens"
+                f"group {group.name}: an entry stands for {group.storage.ratio} tokens: views list tokens"
             )
         self.group = group
         self.max_batch = count(max_batch, "max_batch")
@@ -122,7 +122,7 @@ class PagedView:
         )
         self._at = [buffer.data_ptr() for buffer in self.buffers]
         # Sinks are read however far the window is: such rows are listed whole. No row is longer than 2^31.
-        window = 0 if group.window is None or group.pages.sink_tokens else min(group.window, 2**31)
+        window = 0 if group.window is None or group.storage.sink_tokens else min(group.window, 2**31)
         self._spec = ViewSpec(self.buffers, self.max_pages, group.page_tokens, self.page_tokens, window)
         self._views = Views([self._spec], self.device)
 
@@ -208,7 +208,7 @@ class PagedView:
         _require_batch(rows, lengths, query_start_loc, self.max_batch, self.device)
         self._views.refresh(table, table.shape[0], rows, lengths, query_start_loc)
 
-    def mem_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes of all buffers. O(1)."""
         return sum(buffer.nbytes for buffer in self.buffers)
 

@@ -96,7 +96,7 @@ class Memory:
     @property
     def pool_bytes(self) -> int:
         """Bytes of all pools, padding included: never more than `memory_bytes`. O(groups)."""
-        return sum(pool.mem_bytes() for pool in self._pools.values())
+        return sum(pool.memory_bytes() for pool in self._pools.values())
 
     # ── reading ─────────────────────────────────────────────────────────────────────────────────────
 

@@ -19,10 +19,10 @@ __all__ = [
     "fill_rows",
     "pack",
     "rounded",
-    "set_entries",
+    "set_table",
     "store",
     "unpack",
-    "write_entries",
+    "write_table",
 ]
 
 
@@ -390,7 +390,7 @@ def copy_pages(
 @triton.jit(
     do_not_specialize=["num_writes", "num_entries"], do_not_specialize_on_alignment=["packed", "table"]
 )
-def _write_entries(packed, table, num_writes, num_entries, BLOCK: tl.constexpr):
+def _write_table(packed, table, num_writes, num_entries, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_write = at < num_writes
     entry = tl.load(packed + at, mask=is_write, other=-1).to(tl.int64)
@@ -398,26 +398,26 @@ def _write_entries(packed, table, num_writes, num_entries, BLOCK: tl.constexpr):
     tl.store(table + entry, value, mask=(entry >= 0) & (entry < num_entries))
 
 
-_launch_writes = Launch(_write_entries)
+_launch_writes = Launch(_write_table)
 _BLOCK_OF_WRITES = 256
 
 
-def write_entries(packed: torch.Tensor, num_writes: int, table: torch.Tensor) -> None:
+def write_table(packed: torch.Tensor, num_writes: int, table: torch.Tensor) -> None:
     if num_writes:
         grid = (-(-num_writes // _BLOCK_OF_WRITES), 1, 1)  # triton.cdiv takes microseconds
         _launch_writes(grid, packed, table, num_writes, table.shape[0], constants=(_BLOCK_OF_WRITES,))
 
 
 @triton.jit(do_not_specialize=["at", "value", "other_at", "other"], do_not_specialize_on_alignment=["table"])
-def _set_entries(table, at, value, other_at, other):
+def _set_table(table, at, value, other_at, other):
     tl.store(table + at, value)
     tl.store(table + other_at, other)
 
 
-_launch_set = Launch(_set_entries, num_warps=1)
+_launch_set = Launch(_set_table, num_warps=1)
 
 
-def set_entries(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> None:
+def set_table(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> None:
     _launch_set((1, 1, 1), table, at, value, other_at, other)
 
 

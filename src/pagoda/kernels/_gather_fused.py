@@ -76,14 +76,14 @@ def gather(
     slots: torch.Tensor,
     buffers: Sequence[torch.Tensor],
     addresses: torch.Tensor,
-    page_size: int,
+    page_tokens: int,
     outs: Sequence[torch.Tensor],
     out_addresses: torch.Tensor,
 ) -> None:
     num_rows = slots.shape[0]
     if num_rows == 0:
         return
-    row_bytes = [pages.shape[1] // page_size for pages in buffers[:2]]
+    row_bytes = [pages.shape[1] // page_tokens for pages in buffers[:2]]
     align = math.gcd(16, *row_bytes, *(out.data_ptr() for out in outs))
     word_bytes = min(align, 8)
     widths = [size // word_bytes for size in row_bytes]
@@ -92,7 +92,7 @@ def gather(
     num_blocks = triton.cdiv(num_rows, rows)
     _gather[(num_blocks * len(buffers),)](
         slots, addresses, out_addresses, buffers[0].view(_WORDS[word_bytes]),
-        num_rows, buffers[0].shape[0] * page_size, num_blocks,
+        num_rows, buffers[0].shape[0] * page_tokens, num_blocks,
         widths[0], widths[-1], len(set(widths)), align, rows, block,
         num_warps=_NUM_WARPS,
     )  # fmt: skip

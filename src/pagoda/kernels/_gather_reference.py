@@ -13,11 +13,11 @@ def gather(
     slots: torch.Tensor,
     buffers: Sequence[torch.Tensor],
     addresses: torch.Tensor,
-    page_size: int,
+    page_tokens: int,
     outs: Sequence[torch.Tensor],
     out_addresses: torch.Tensor,
 ) -> None:
-    n, num_slots = slots.shape[0], buffers[0].shape[0] * page_size
+    n, num_slots = slots.shape[0], buffers[0].shape[0] * page_tokens
     if n == 0:
         return
     is_blank = (slots < 0) | (slots >= num_slots)
@@ -25,7 +25,7 @@ def gather(
     if blanks.shape[0]:
         slots = slots.masked_fill(is_blank, 0)  # any slot: its row is overwritten
     # A row is one memcpy: whole pages, where they are asked for, cost fewer and longer ones.
-    whole = _whole_pages(slots, page_size)
+    whole = _whole_pages(slots, page_tokens)
     rows = slots if whole is None else whole
     for pages, out in zip(buffers, outs, strict=True):
         source = pages.view(num_slots, -1) if whole is None else pages
@@ -35,11 +35,11 @@ def gather(
             target.view(n, -1).index_fill_(0, blanks, 0)
 
 
-def _whole_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor | None:
+def _whole_pages(slots: torch.Tensor, page_tokens: int) -> torch.Tensor | None:
     """The pages that slots run through from begin to end, one after the other; None if they do not."""
-    if page_size == 1 or slots.shape[0] % page_size:
+    if page_tokens == 1 or slots.shape[0] % page_tokens:
         return None
-    runs = slots.view(-1, page_size)
+    runs = slots.view(-1, page_tokens)
     begins = runs[:, 0]
-    is_whole = bool((begins % page_size == 0).all()) and bool((runs.diff(dim=1) == 1).all())
-    return begins // page_size if is_whole else None
+    is_whole = bool((begins % page_tokens == 0).all()) and bool((runs.diff(dim=1) == 1).all())
+    return begins // page_tokens if is_whole else None

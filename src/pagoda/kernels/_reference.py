@@ -14,10 +14,10 @@ __all__ = [
     "copy_pages",
     "fill_rows",
     "pack",
-    "set_entries",
+    "set_table",
     "store",
     "unpack",
-    "write_entries",
+    "write_table",
 ]
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -106,7 +106,7 @@ def copy_pages(
         pages[written] = pages[read]
 
 
-def write_entries(packed: torch.Tensor, num_writes: int, table: torch.Tensor) -> None:
+def write_table(packed: torch.Tensor, num_writes: int, table: torch.Tensor) -> None:
     index, values = packed[: 2 * num_writes].view(2, num_writes)
     kept = (index >= 0) & (index < table.shape[0])
     table[index[kept].long()] = values[kept]
@@ -118,6 +118,6 @@ def fill_rows(regions: Regions, row: int) -> None:
         tensor[row].fill_(value)
 
 
-def set_entries(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> None:
+def set_table(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> None:
     table[at] = value
     table[other_at] = other

@@ -7,7 +7,7 @@ layers that share ids, `Layout` the whole model with its questions, `sizing` the
 from pagoda.layout._configs.reading import from_hf, model_config, model_names
 from pagoda.layout._entries import (
     Entry,
-    Part,
+    TensorSpec,
     compressed_fp8,
     index_keys,
     latent,
@@ -25,10 +25,10 @@ from pagoda.layout._kinds import (
     Lightning,
     Mamba1,
     Mamba2,
-    Pages,
     RingWindow,
     SharedAttention,
     ShortConv,
+    Storage,
     WindowAttention,
 )
 from pagoda.layout._layout import Layout, Need
@@ -49,13 +49,13 @@ __all__ = [
     "Mamba2",
     "Need",
     "PagedGroup",
-    "Pages",
-    "Part",
     "RingWindow",
     "Share",
     "SharedAttention",
     "ShortConv",
     "StateGroup",
+    "Storage",
+    "TensorSpec",
     "WindowAttention",
     "compressed_fp8",
     "from_hf",

@@ -15,7 +15,7 @@ from pagoda.layout._numbers import count, show
 __all__ = [
     "DTYPES",
     "Entry",
-    "Part",
+    "TensorSpec",
     "compressed_fp8",
     "dtype_name",
     "index_keys",
@@ -65,7 +65,7 @@ def dtype_name(value: Any, name: str, allowed: tuple[str, ...] = tuple(DTYPES)) 
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSpec:
     """An array of one shape and dtype; `initial` is what a new request's begins with.
 
     Errors: ConfigError for a shape or dtype that is none.
@@ -98,17 +98,17 @@ class Entry:
     class. Errors: ConfigError for an entry of no bytes."""
 
     name: str
-    parts: tuple[Part, ...]
-    scales: tuple[Part, ...] = ()
+    parts: tuple[TensorSpec, ...]
+    scales: tuple[TensorSpec, ...] = ()
     page_multiple: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.parts, (tuple, list)) or not isinstance(self.scales, (tuple, list)):
-            raise ConfigError(f"entry {self.name}: give at least one Part, in a tuple")
+            raise ConfigError(f"entry {self.name}: give at least one TensorSpec, in a tuple")
         object.__setattr__(self, "parts", tuple(self.parts))
         object.__setattr__(self, "scales", tuple(self.scales))
-        if not self.parts or not all(isinstance(part, Part) for part in (*self.parts, *self.scales)):
-            raise ConfigError(f"entry {self.name}: give at least one Part")
+        if not self.parts or not all(isinstance(part, TensorSpec) for part in (*self.parts, *self.scales)):
+            raise ConfigError(f"entry {self.name}: give at least one TensorSpec")
         count(self.page_multiple, f"page_multiple of {self.name}")
 
     @property
@@ -133,7 +133,7 @@ class Entry:
 
 def plain(name: str, heads: int, dim: int, dtype: str) -> Entry:
     """Keys or values of one token: [heads, dim]. O(1). Errors: ConfigError."""
-    return Entry(name, (Part(name, (heads, dim), dtype),))
+    return Entry(name, (TensorSpec(name, (heads, dim), dtype),))
 
 
 def latent(latent_dim: int, rope_dim: int, dtype: str) -> Entry:
@@ -141,8 +141,8 @@ def latent(latent_dim: int, rope_dim: int, dtype: str) -> Entry:
 
     Errors: ConfigError.
     """
-    rope = (Part("rope", (rope_dim,), dtype),) if rope_dim else ()
-    return Entry("latent", (Part("latent", (latent_dim,), dtype), *rope))
+    rope = (TensorSpec("rope", (rope_dim,), dtype),) if rope_dim else ()
+    return Entry("latent", (TensorSpec("latent", (latent_dim,), dtype), *rope))
 
 
 def latent_fp8(latent_dim: int, rope_dim: int, block: int = 128) -> Entry:
@@ -153,9 +153,9 @@ def latent_fp8(latent_dim: int, rope_dim: int, block: int = 128) -> Entry:
     return Entry(
         "latent",
         (
-            Part("latent", (latent_dim,), "float8_e4m3fn"),
-            Part("scale", (latent_dim // block,), "float32"),
-            Part("rope", (rope_dim,), "bfloat16"),
+            TensorSpec("latent", (latent_dim,), "float8_e4m3fn"),
+            TensorSpec("scale", (latent_dim // block,), "float32"),
+            TensorSpec("rope", (rope_dim,), "bfloat16"),
         ),
     )
 
@@ -173,10 +173,10 @@ def compressed_fp8(head_dim: int, rope_dim: int, block: int = 64, scale_multiple
     padding = -num_scales % count(scale_multiple, "scale_multiple")
     return Entry(
         "compressed",
-        (Part("flat", (flat_dim,), "float8_e4m3fn"), Part("rope", (rope_dim,), "bfloat16")),
+        (TensorSpec("flat", (flat_dim,), "float8_e4m3fn"), TensorSpec("rope", (rope_dim,), "bfloat16")),
         (
-            Part("scale", (num_scales,), "float8_e8m0fnu"),
-            *((Part("padding", (padding,), "uint8"),) if padding else ()),
+            TensorSpec("scale", (num_scales,), "float8_e8m0fnu"),
+            *((TensorSpec("padding", (padding,), "uint8"),) if padding else ()),
         ),
         page_multiple=flat_dim + 2 * rope_dim,
     )
@@ -188,8 +188,8 @@ def index_keys(dim: int, dtype: str) -> Entry:
     if dtype == "fp4":
         if count(dim, "index_dim") % 32:
             raise ConfigError(f"index_dim: {dim} is no multiple of 32, the values under one fp4 scale")
-        packed = Part("index", (dim // 2,), "float4_e2m1fn_x2")
-        return Entry("index", (packed,), (Part("scale", (dim // 32,), "float8_e8m0fnu"),))
+        packed = TensorSpec("index", (dim // 2,), "float4_e2m1fn_x2")
+        return Entry("index", (packed,), (TensorSpec("scale", (dim // 32,), "float8_e8m0fnu"),))
     name = dtype_name(dtype, "index_dtype", KV_DTYPES)
-    scales = (Part("scale", (1,), "float32"),) if name.startswith("float8") else ()
-    return Entry("index", (Part("index", (dim,), name),), scales)
+    scales = (TensorSpec("scale", (1,), "float32"),) if name.startswith("float8") else ()
+    return Entry("index", (TensorSpec("index", (dim,), name),), scales)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from pagoda.errors import ConfigError
-from pagoda.layout._entries import Part
-from pagoda.layout._kinds import Kind, Pages
+from pagoda.layout._entries import TensorSpec
+from pagoda.layout._kinds import Kind, Storage
 from pagoda.layout._numbers import count, show
 
 __all__ = ["PagedGroup", "StateGroup", "form_groups"]
@@ -24,7 +24,7 @@ _USUAL_PAGE_TOKENS = {"full": 16, "window": 16, "latent": 64}
 
 @dataclass(frozen=True)
 class PagedGroup:
-    """Layers that keep `pages` in pages of `page_tokens` tokens: one page id is valid in all of them.
+    """Layers that keep `storage` in pages of `page_tokens` tokens: one page id is valid in all of them.
 
     A page of a group is a page in each tensor of each layer. `layers` are numbers in the model.
     Errors: ConfigError for pages that hold no whole number of entries.
@@ -32,30 +32,33 @@ class PagedGroup:
 
     name: str
     layers: tuple[int, ...]
-    pages: Pages
+    storage: Storage
     page_tokens: int
 
     def __post_init__(self) -> None:
         count(self.page_tokens, f"page_tokens of {self.name}")
-        if self.page_tokens % self.pages.ratio:
+        if self.page_tokens % self.storage.ratio:
             raise ConfigError(
-                f"page_tokens of {self.name}: give a multiple of {self.pages.ratio}, the tokens of one entry"
+                f"page_tokens of {self.name}: give a multiple of {self.storage.ratio}, "
+                "the tokens of one entry"
             )
 
     @property
     def window(self) -> int | None:
         """Tokens that a query reads, its own included; None if all. O(1)."""
-        return self.pages.window
+        return self.storage.window
 
     @property
     def entries_per_page(self) -> int:
         """Entries of a page. O(1)."""
-        return self.page_tokens // self.pages.ratio
+        return self.page_tokens // self.storage.ratio
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page in all layers of the group, its padding included. O(tensors of a layer)."""
-        return len(self.layers) * sum(entry.page_bytes(self.entries_per_page) for entry in self.pages.entries)
+        return len(self.layers) * sum(
+            entry.page_bytes(self.entries_per_page) for entry in self.storage.entries
+        )
 
     @property
     def unit_bytes(self) -> int:
@@ -71,7 +74,7 @@ class PagedGroup:
     def unpadded_token_bytes(self) -> Fraction:
         """Bytes a token in all layers of the group, without padding. O(tensors of a layer)."""
         return Fraction(
-            len(self.layers) * sum(entry.num_bytes for entry in self.pages.entries), self.pages.ratio
+            len(self.layers) * sum(entry.num_bytes for entry in self.storage.entries), self.storage.ratio
         )
 
     def live_pages(self, length: int) -> tuple[range, ...]:
@@ -83,7 +86,7 @@ class PagedGroup:
         if self.window is None:
             return (range(end),)
         first = max(0, length - self.window + 1) // self.page_tokens
-        sinks = min(-(-self.pages.sink_tokens // self.page_tokens), first)
+        sinks = min(-(-self.storage.sink_tokens // self.page_tokens), first)
         return (range(sinks), range(first, end)) if sinks else (range(first, end),)
 
     def num_pages(self, length: int) -> int:
@@ -101,7 +104,7 @@ class PagedGroup:
         if self.window is None:
             return whole
         held = self.window - 1 + step
-        sinks = -(-self.pages.sink_tokens // self.page_tokens)
+        sinks = -(-self.storage.sink_tokens // self.page_tokens)
         return min(whole, sinks + (held + self.page_tokens - 2) // self.page_tokens + 1)
 
     def layer_bytes(self, layer: int, length: int) -> dict[str, int]:
@@ -111,8 +114,8 @@ class PagedGroup:
         if layer not in self.layers:
             return {}
         if self.window is not None:
-            kept = min(kept, self.window - 1 + min(self.pages.sink_tokens, max(0, kept - self.window + 1)))
-        return {entry.name: kept // self.pages.ratio * entry.num_bytes for entry in self.pages.entries}
+            kept = min(kept, self.window - 1 + min(self.storage.sink_tokens, max(0, kept - self.window + 1)))
+        return {entry.name: kept // self.storage.ratio * entry.num_bytes for entry in self.storage.entries}
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class StateGroup:
 
     name: str
     layers: tuple[int, ...]
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[tuple[TensorSpec, ...], ...]
     checkpoint_bytes: int
 
     @property
@@ -157,15 +160,15 @@ def form_groups(
 
     Errors: ConfigError for page sizes that do not fit a group, or that name none.
     """
-    members: dict[Pages, list[int]] = {}
+    members: dict[Storage, list[int]] = {}
     states: dict[int, list[Kind]] = {}
     for number, kinds in enumerate(layers):
         for kind in kinds:
-            if kind.pages is not None:
-                members.setdefault(kind.pages, []).append(number)
+            if kind.storage is not None:
+                members.setdefault(kind.storage, []).append(number)
             if kind.state:
                 states.setdefault(number, []).append(kind)
-    names: dict[str, Pages] = {}
+    names: dict[str, Storage] = {}
     for pages in members:
         same = sum(other.name == pages.name for other in names.values())
         names[pages.name if not same else f"{pages.name}-{same + 1}"] = pages
@@ -191,7 +194,7 @@ def form_groups(
     return tuple(groups)
 
 
-def _page_tokens(name: str, pages: Pages, given: dict[str, int] | int | None, together: int) -> int:
+def _page_tokens(name: str, pages: Storage, given: dict[str, int] | int | None, together: int) -> int:
     usual = together if pages.ratio > 1 else _USUAL_PAGE_TOKENS.get(pages.name, 16)
     tokens = given.get(name, usual) if isinstance(given, dict) else usual if given is None else given
     count(tokens, f"page_tokens of {name}")

@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import Self
 
 from pagoda.errors import ConfigError
-from pagoda.layout._entries import KV_DTYPES, Entry, Part, dtype_name, plain
+from pagoda.layout._entries import KV_DTYPES, Entry, TensorSpec, dtype_name, plain
 from pagoda.layout._numbers import count
 
 __all__ = [
@@ -35,17 +35,17 @@ __all__ = [
     "Lightning",
     "Mamba1",
     "Mamba2",
-    "Pages",
     "RecurrentKind",
     "RingWindow",
     "SharedAttention",
     "ShortConv",
+    "Storage",
     "WindowAttention",
 ]
 
 
 @dataclass(frozen=True)
-class Pages:
+class Storage:
     """What a layer keeps in pages: the entries of its tensors, and how long each lives.
 
     `name` is what a group of such layers is called. One entry covers `ratio` tokens. With `window`, the
@@ -81,12 +81,12 @@ class Kind(ABC):
                 raise ConfigError(f"{each.name}: give an Entry, not {type(value).__name__}")
 
     @property
-    def pages(self) -> Pages | None:
+    def storage(self) -> Storage | None:
         """What is kept in pages, or None. O(1)."""
         return None
 
     @property
-    def state(self) -> tuple[Part, ...]:
+    def state(self) -> tuple[TensorSpec, ...]:
         """What is kept a request, of a size that does not depend on its length. O(1)."""
         return ()
 
@@ -132,9 +132,9 @@ class FullAttention(Kind):
     dtype: str = "bfloat16"
 
     @cached_property
-    def pages(self) -> Pages:
+    def storage(self) -> Storage:
         """Keys and values. O(1)."""
-        return Pages("full", self._entries())
+        return Storage("full", self._entries())
 
     def _entries(self) -> tuple[Entry, ...]:
         keys = plain("keys", self.kv_heads, self.k_dim, self.dtype)
@@ -156,9 +156,9 @@ class WindowAttention(FullAttention):
     sink_tokens: int = field(default=0, metadata={"low": 0})
 
     @cached_property
-    def pages(self) -> Pages:
+    def storage(self) -> Storage:
         """Keys and values that live as long as a window reaches them. O(1)."""
-        return Pages("window", self._entries(), window=self.window, sink_tokens=self.sink_tokens)
+        return Storage("window", self._entries(), window=self.window, sink_tokens=self.sink_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,9 +172,9 @@ class LatentAttention(Kind):
     index: Entry | None = None
 
     @cached_property
-    def pages(self) -> Pages:
+    def storage(self) -> Storage:
         """The latent entry, and the indexer's key. O(1)."""
-        return Pages("latent", (self.entry,) if self.index is None else (self.entry, self.index))
+        return Storage("latent", (self.entry,) if self.index is None else (self.entry, self.index))
 
     def shard(self, ranks: int) -> Self:
         """Itself: heads share one vector, so each rank needs it whole. O(1)."""
@@ -210,15 +210,15 @@ class RingWindow(Kind):
         """Rows of the ring. O(1)."""
         return self.window + self.unaccepted - 1
 
-    def _ring(self) -> tuple[Part, ...]:
+    def _ring(self) -> tuple[TensorSpec, ...]:
         # Scales apart, so that the data of every row is aligned, however many rows there are.
-        parts = [Part("window", (self.ring, self.entry.data_bytes), "uint8")]
+        parts = [TensorSpec("window", (self.ring, self.entry.data_bytes), "uint8")]
         if self.entry.scale_bytes:
-            parts.append(Part("window_scales", (self.ring, self.entry.scale_bytes), "uint8"))
-        return *parts, Part("positions", (self.ring,), "int32", -1)
+            parts.append(TensorSpec("window_scales", (self.ring, self.entry.scale_bytes), "uint8"))
+        return *parts, TensorSpec("positions", (self.ring,), "int32", -1)
 
     @cached_property
-    def state(self) -> tuple[Part, ...]:
+    def state(self) -> tuple[TensorSpec, ...]:
         """The ring, as bytes, data and scales of each entry, and which position each row holds. O(1)."""
         return self._ring()
 
@@ -257,20 +257,20 @@ class CompressedAttention(RingWindow):
         return self.ratio * (2 if self.overlap else 1) + self.unaccepted - 1
 
     @cached_property
-    def pages(self) -> Pages:
+    def storage(self) -> Storage:
         """The compressed entry, and the indexer's key of it. O(1)."""
         entries = (self.entry,) if self.index is None else (self.entry, self.index)
-        return Pages("csa" if self.overlap else "hca", entries, ratio=self.ratio)
+        return Storage("csa" if self.overlap else "hca", entries, ratio=self.ratio)
 
-    def _compressor(self, name: str, dim: int) -> tuple[Part, Part]:
+    def _compressor(self, name: str, dim: int) -> tuple[TensorSpec, TensorSpec]:
         shape = (self.rows, dim * (2 if self.overlap else 1))
         return (
-            Part(f"{name}_values", shape, "float32"),
-            Part(f"{name}_scores", shape, "float32", float("-inf")),
+            TensorSpec(f"{name}_values", shape, "float32"),
+            TensorSpec(f"{name}_scores", shape, "float32", float("-inf")),
         )
 
     @cached_property
-    def state(self) -> tuple[Part, ...]:
+    def state(self) -> tuple[TensorSpec, ...]:
         """The ring with its positions, and the compressors' rows. O(1)."""
         main = self._compressor("main", self.head_dim)
         index = self._compressor("index", self.index_dim) if self.index_dim else ()
@@ -291,8 +291,10 @@ class RecurrentKind(Kind):
     The convolution needs one column less than its kernel is long. Heads are divided among ranks.
     """
 
-    def _state(self, channels: int, kernel: int, dtype: str, *recurrent: Part) -> tuple[Part, ...]:
-        conv = (Part("conv", (channels, kernel - 1), dtype),) if kernel > 1 else ()
+    def _state(
+        self, channels: int, kernel: int, dtype: str, *recurrent: TensorSpec
+    ) -> tuple[TensorSpec, ...]:
+        conv = (TensorSpec("conv", (channels, kernel - 1), dtype),) if kernel > 1 else ()
         return (*conv, *recurrent)
 
 
@@ -310,10 +312,12 @@ class GatedDelta(RecurrentKind):
     state_dtype: str = "float32"
 
     @cached_property
-    def state(self) -> tuple[Part, ...]:
+    def state(self) -> tuple[TensorSpec, ...]:
         """Convolution and recurrent state. O(1)."""
         channels = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-        recurrent = Part("recurrent", (self.value_heads, self.key_dim, self.value_dim), self.state_dtype)
+        recurrent = TensorSpec(
+            "recurrent", (self.value_heads, self.key_dim, self.value_dim), self.state_dtype
+        )
         return self._state(channels, self.kernel, self.dtype, recurrent)
 
     def shard(self, ranks: int) -> Self:
@@ -333,9 +337,9 @@ class KimiDelta(RecurrentKind):
     state_dtype: str = "float32"
 
     @cached_property
-    def state(self) -> tuple[Part, ...]:
+    def state(self) -> tuple[TensorSpec, ...]:
         """Convolution and recurrent state. O(1)."""
-        recurrent = Part("recurrent", (self.heads, self.dim, self.dim), self.state_dtype)
+        recurrent = TensorSpec("recurrent", (self.heads, self.dim, self.dim), self.state_dtype)
         return self._state(3 * self.heads * self.dim, self.kernel, self.dtype, recurrent)
 
     def shard(self, ranks: int) -> Self:
@@ -354,9 +358,9 @@ class Mamba1(RecurrentKind):
     state_dtype: str = "float32"
 
     @cached_property
-    def state(self) -> tuple[Part, ...]:
+    def state(self) -> tuple[TensorSpec, ...]:
         """Convolution and recurrent state. O(1)."""
-        recurrent = Part("recurrent", (self.channels, self.state_dim), self.state_dtype)
+        recurrent = TensorSpec("recurrent", (self.channels, self.state_dim), self.state_dtype)
         return self._state(self.channels, self.kernel, self.dtype, recurrent)
 
     def shard(self, ranks: int) -> Self:
@@ -378,10 +382,10 @@ class Mamba2(RecurrentKind):
     state_dtype: str = "float32"
 
     @cached_property
-    def state(self) -> tuple[Part, ...]:
+    def state(self) -> tuple[TensorSpec, ...]:
         """Convolution and recurrent state. O(1)."""
         channels = self.heads * self.head_dim + 2 * self.groups * self.state_dim
-        recurrent = Part("recurrent", (self.heads, self.head_dim, self.state_dim), self.state_dtype)
+        recurrent = TensorSpec("recurrent", (self.heads, self.head_dim, self.state_dim), self.state_dtype)
         return self._state(channels, self.kernel, self.dtype, recurrent)
 
     def shard(self, ranks: int) -> Self:
@@ -399,7 +403,7 @@ class ShortConv(RecurrentKind):
     dtype: str = "bfloat16"
 
     @cached_property
-    def state(self) -> tuple[Part, ...]:
+    def state(self) -> tuple[TensorSpec, ...]:
         """The convolution's last inputs. O(1)."""
         return self._state(self.channels, self.kernel, self.dtype)
 
@@ -417,9 +421,9 @@ class Lightning(RecurrentKind):
     state_dtype: str = "float32"
 
     @cached_property
-    def state(self) -> tuple[Part, ...]:
+    def state(self) -> tuple[TensorSpec, ...]:
         """The recurrent state. O(1)."""
-        return (Part("recurrent", (self.heads, self.dim, self.dim), self.state_dtype),)
+        return (TensorSpec("recurrent", (self.heads, self.dim, self.dim), self.state_dtype),)
 
     def shard(self, ranks: int) -> Self:
         """Heads divided. O(1). Errors: ConfigError."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from pagoda.errors import ArgumentError, ConfigError
 from pagoda.layout._groups import PagedGroup, StateGroup, form_groups
-from pagoda.layout._kinds import Kind, Pages, SharedAttention
+from pagoda.layout._kinds import Kind, SharedAttention, Storage
 from pagoda.layout._numbers import count, integer
 from pagoda.layout._sizing import Budget, Mix, divide, longest_request, max_requests, memory_for
 
@@ -205,17 +205,19 @@ class Layout:
             except ConfigError as unfit:
                 raise ConfigError(f"layer {number}: {unfit}") from None
         # Groups that differed in their heads alone may be one now.
-        sizes: dict[Pages, int] = {}
+        sizes: dict[Storage, int] = {}
         for group in self.paged_groups:
             first = group.layers[0]
             pairs = zip(layers[first], self._layers[first], strict=True)
-            pages = next(new.pages for new, old in pairs if old.pages == group.pages)
+            pages = next(new.storage for new, old in pairs if old.storage == group.storage)
             if pages is not None and sizes.setdefault(pages, group.page_tokens) != group.page_tokens:
                 raise ConfigError(
                     f"group {group.name} is one with another on {ranks} ranks: give both one page size"
                 )
         names = Layout(layers).paged_groups
-        return Layout(layers, {g.name: sizes[g.pages] for g in names}, name=self._name, context=self._context)
+        return Layout(
+            layers, {g.name: sizes[g.storage] for g in names}, name=self._name, context=self._context
+        )
 
     def divide(self, memory: int | str, mix: Mix, *, chunk: int = 1, checkpoints: int = 0) -> Budget:
         """Divide bytes between the groups so that as many requests as possible run at once.
@@ -274,13 +276,13 @@ def _read_layers(layers: Any) -> tuple[tuple[Kind, ...], ...]:
             if not isinstance(kind, Kind):
                 raise ConfigError(f"layers[{number}]: give a Kind, not {type(kind).__name__}")
             if isinstance(kind, SharedAttention) and (
-                kind.layer >= number or not any(other.pages for other in read[kind.layer])
+                kind.layer >= number or not any(other.storage for other in read[kind.layer])
             ):
                 raise ConfigError(
                     f"layers[{number}] shares layer {kind.layer}: give an earlier one that keeps pages"
                 )
         names = [part.name for kind in kinds for part in kind.state]
-        paged = [entry.name for kind in kinds if kind.pages for entry in kind.pages.entries]
+        paged = [entry.name for kind in kinds if kind.storage for entry in kind.storage.entries]
         if len({*names, *paged}) < len(names) + len(paged):
             raise ConfigError(f"layers[{number}] keeps two things of one name: {', '.join(names + paged)}")
     return tuple(tuple(kinds) for kinds in read)

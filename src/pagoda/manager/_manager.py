@@ -49,7 +49,7 @@ class Manager(ManagerCore):
             raise ConfigError(f"capacity: give the pages of each group: {names}")
         specs: list[tuple[Any, ...]] = []
         for group in layout.paged_groups:
-            if group.pages.sink_tokens:
+            if group.storage.sink_tokens:
                 raise ConfigError(
                     f"layout: group {group.name} keeps sinks, which a Manager does not plan so far"
                 )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from pagoda.errors import ArgumentError, ConfigError, InvariantError
-from pagoda.layout import Entry, PagedGroup, Part
+from pagoda.layout import Entry, PagedGroup, TensorSpec
 from pagoda.layout._numbers import count, show
 from pagoda.pools._arguments import filled, layer_number, resolve_device
 
@@ -63,7 +63,7 @@ class EntryPool:
         """
         if not isinstance(group, PagedGroup):
             raise ConfigError(f"group: give a PagedGroup of a Layout, not {type(group).__name__}")
-        return cls(num_pages, group.entries_per_page, len(group.layers), group.pages.entries, device)
+        return cls(num_pages, group.entries_per_page, len(group.layers), group.storage.entries, device)
 
     def layer(self, layer: int) -> dict[str, torch.Tensor]:
         """A layer's pages, by the name of the entry: [num_pages + 1, page_bytes] uint8. O(entries).
@@ -98,7 +98,7 @@ class EntryPool:
             ) from None
         return typed.view(*typed.shape[:2], *found.shape)
 
-    def _part(self, entry: Entry, name: str) -> tuple[Part, int, int]:
+    def _part(self, entry: Entry, name: str) -> tuple[TensorSpec, int, int]:
         """A part of an entry, where in a page the first one begins, and how far the next is."""
         for parts, begin, stride in (
             (entry.parts, 0, entry.data_bytes),
@@ -111,7 +111,7 @@ class EntryPool:
         names = ", ".join(repr(part.name) for part in (*entry.parts, *entry.scales))
         raise ArgumentError(f"part: {entry.name} has no {show(name)}, only {names}")
 
-    def mem_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes of all pages, page 0 included. O(layers)."""
         return sum(math.prod(tensor.shape) for tensors in self.pages.values() for tensor in tensors)
 

@@ -39,7 +39,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, *kernels.FP8_DTYPES)
 class TokenPool:
     """K and V of `num_layers` layers with one geometry: one tensor a layer and side.
 
-    Each is [(num_pages + 1) * page_size, heads, dim]: page 0 is padding, a slot is page * page_size +
+    Each is [(num_pages + 1) * page_tokens, heads, dim]: page 0 is padding, a slot is page * page_tokens +
     offset, one slot is valid in all layers. `k_shape` and `v_shape` are (heads, dim); without
     `v_shape` there are only keys (latent attention). Tensors are zeros, never move, and may be
     supplied as `k_buffer` and `v_buffer`: contiguous, of exactly that shape, dtype and device.
@@ -52,7 +52,7 @@ class TokenPool:
     def __init__(
         self,
         num_pages: int,
-        page_size: int,
+        page_tokens: int,
         num_layers: int,
         k_shape: tuple[int, int],
         v_shape: tuple[int, int] | None,
@@ -67,9 +67,9 @@ class TokenPool:
         staging: Staging | None = None,
     ) -> None:
         self.num_pages = count(num_pages, "num_pages", low=0)
-        self.page_size = count(page_size, "page_size")
+        self.page_tokens = count(page_tokens, "page_tokens")
         self.num_layers = count(num_layers, "num_layers")
-        self.num_slots = (self.num_pages + 1) * self.page_size
+        self.num_slots = (self.num_pages + 1) * self.page_tokens
         if self.num_slots > 2**31 - 1:
             raise ConfigError(f"{self.num_slots} slots pass 2^31: give fewer pages")
         if dtype not in DTYPES:
@@ -149,10 +149,10 @@ class TokenPool:
         """
         if not isinstance(group, PagedGroup):
             raise ConfigError(f"group: give a PagedGroup of a Layout, not {type(group).__name__}")
-        entries = group.pages.entries
+        entries = group.storage.entries
         dtypes = {part.dtype for entry in entries for part in (*entry.parts, *entry.scales)}
         names = tuple(entry.name for entry in entries)
-        if names not in (("keys", "values"), ("latent",)) or len(dtypes) > 1 or group.pages.ratio > 1:
+        if names not in (("keys", "values"), ("latent",)) or len(dtypes) > 1 or group.storage.ratio > 1:
             raise ConfigError(
                 f"group {group.name}: a TokenPool holds keys and values, or a latent, of one dtype, "
                 f"not {', '.join(names)} of {', '.join(sorted(dtypes))}"
@@ -179,7 +179,7 @@ class TokenPool:
         """Bytes of one page of all layers, K and V: what `pack` writes for it. O(1)."""
         return sum(pages.shape[1] for pages in self._pages)
 
-    def mem_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes of all buffers, the padding page included. O(1)."""
         return self.page_bytes * (self.num_pages + 1)
 
@@ -242,12 +242,12 @@ class TokenPool:
             outs, at = self._outs(out_k, out_v, ids.size)
             on_device, out_addresses = self._staging.send(ids, at)
         with self._lock:
-            gather(on_device, self._pages, self._addresses, self.page_size, outs, out_addresses)
+            gather(on_device, self._pages, self._addresses, self.page_tokens, outs, out_addresses)
 
     def pack(self, page_ids: AnyIds, out: torch.Tensor | None = None) -> torch.Tensor:
         """Copy pages of all layers into one buffer: [n, page_bytes] uint8, a page's bytes together.
 
-        Layer after layer, K before V, each [page_size, heads, dim] in the pool's dtype. `out` is the
+        Layer after layer, K before V, each [page_tokens, heads, dim] in the pool's dtype. `out` is the
         caller's, contiguous on the pool's device, or made here. Cost: one launch at copy speed.
         Errors: ArgumentError; OutOfRangeError for ids on the host; CaptureError when something has
         to be made inside a capture.

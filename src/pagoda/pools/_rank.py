@@ -144,7 +144,7 @@ class Pools:
                     sources, targets = sent[begin : begin + n], sent[begin + n : begin + 2 * n]
                     self._in_order[group].copy_pages(sources, targets, is_disjoint=is_disjoint)
                 if num_writes:
-                    kernels.write_entries(sent, num_writes, self.flat_table)
+                    kernels.write_table(sent, num_writes, self.flat_table)
             self._step += 1
 
     def reset(self) -> None:
@@ -155,9 +155,9 @@ class Pools:
         with self._lock:
             self._step = 0
 
-    def mem_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes of all pages and tables, padding included. O(groups)."""
-        return sum(pool.mem_bytes() for pool in self.pools.values()) + self.flat_table.numel() * 4
+        return sum(pool.memory_bytes() for pool in self.pools.values()) + self.flat_table.numel() * 4
 
     def check(self) -> None:
         """Verify invariant 6. O(layers). Errors: InvariantError."""

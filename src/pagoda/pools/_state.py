@@ -28,13 +28,13 @@ from pagoda.pools._arguments import (
 )
 from pagoda.pools._staging import Staging, staging_of
 
-__all__ = ["StatePart", "StatePool"]
+__all__ = ["StatePool", "StateSpec"]
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8)
 
 
-class StatePart(NamedTuple):
+class StateSpec(NamedTuple):
     """One tensor of a state: its shape for one layer and row, its dtype, and what a reset sets.
 
     What is stored in a format of its own (entries of a window, quantised) is bytes here, uint8."""
@@ -58,7 +58,7 @@ class StatePool:
         self,
         num_rows: int,
         num_layers: int,
-        parts: Mapping[str, StatePart],
+        parts: Mapping[str, StateSpec],
         device: torch.device | str = "cuda",
         *,
         buffers: Mapping[str, torch.Tensor] | None = None,
@@ -68,7 +68,7 @@ class StatePool:
         self.num_layers = count(num_layers, "num_layers")
         self.device = resolve_device(device)
         if not isinstance(parts, Mapping):
-            raise ConfigError("parts: give a StatePart a name")
+            raise ConfigError("parts: give one StateSpec per name")
         self.parts = {name: _checked(name, part) for name, part in parts.items()}
         self.tensors: dict[str, torch.Tensor] = {}
         if buffers is not None and (not isinstance(buffers, Mapping) or set(buffers) != set(self.parts)):
@@ -106,7 +106,7 @@ class StatePool:
                 f"group {group.name}: its layers keep different states: one StatePool holds one kind"
             )
         parts = {
-            part.name: StatePart(part.shape, getattr(torch, part.dtype), part.initial)
+            part.name: StateSpec(part.shape, getattr(torch, part.dtype), part.initial)
             for part in group.parts[0]
         }
         return cls(num_rows, len(group.layers), parts, device, staging=staging)
@@ -219,7 +219,7 @@ class StatePool:
             if found != wanted:
                 raise ArgumentError(f"{name}[{part_name!r}] is {found}, not {wanted}")
 
-    def mem_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes of all parts, the padding row included. O(parts)."""
         return sum(math.prod(t.shape) * t.element_size() for t in self.tensors.values())
 
@@ -230,13 +230,13 @@ class StatePool:
         self._staging.check()
 
 
-def _checked(name: str, part: object) -> StatePart:
+def _checked(name: str, part: object) -> StateSpec:
     """A part that a pool can hold and reset, or a ConfigError."""
     try:
-        shape, dtype, initial = StatePart(*part)  # type: ignore[misc]
+        shape, dtype, initial = StateSpec(*part)  # type: ignore[misc]
         sizes = tuple(count(size, f"shape of {name}", low=0) for size in shape)
     except TypeError:
-        raise ConfigError(f"parts[{name!r}]: give StatePart(shape, dtype, initial)") from None
+        raise ConfigError(f"parts[{name!r}]: give StateSpec(shape, dtype, initial)") from None
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype of {name}: give one of {', '.join(map(str, _DTYPES))}, not {dtype}")
     try:
@@ -247,4 +247,4 @@ def _checked(name: str, part: object) -> StatePart:
         stored != initial if not dtype.is_floating_point else math.isinf(stored) > math.isinf(initial)
     ):
         raise ConfigError(f"initial of {name}: {dtype} cannot hold {initial!r}")
-    return StatePart(sizes, dtype, initial)
+    return StateSpec(sizes, dtype, initial)

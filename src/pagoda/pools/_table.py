@@ -55,7 +55,7 @@ class DeviceTable:
             with self._lock:
                 self.tensor.view(-1).scatter_(0, where, values)
 
-    def mem_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes of the matrix. O(1)."""
         return self.tensor.numel() * self.tensor.element_size()
 

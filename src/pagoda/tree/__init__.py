@@ -5,10 +5,9 @@
 
 from pagoda._native import Freed, Inserted, Lease, Match, PrefixTree
 from pagoda.tree._picture import draw_json, draw_rich, draw_text
-from pagoda.tree._values import Counts, NodeView, Removed, Stored, Tally
+from pagoda.tree._values import NodeView, Removed, Stored, Tally, TreeCounts
 
 __all__ = [
-    "Counts",
     "Freed",
     "Inserted",
     "Lease",
@@ -18,6 +17,7 @@ __all__ = [
     "Removed",
     "Stored",
     "Tally",
+    "TreeCounts",
     "draw_json",
     "draw_rich",
     "draw_text",

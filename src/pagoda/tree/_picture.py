@@ -151,7 +151,7 @@ def draw_json(
     sight = look(tree, namespace, max_nodes, max_tokens)
     counts, in_all = sight.counts, sight.num_nodes + sight.left_out
     head: dict[str, object] = {
-        "page_size": sight.page_size,
+        "page_tokens": sight.page_tokens,
         "tokens": counts.tokens._asdict(),
         "columns": [tally._asdict() for tally in counts.columns],
         "states": counts.states._asdict(),

@@ -1,6 +1,6 @@
 """What a picture shows of a tree. In: a tree and bounds; out: lines from top to bottom, and what each says.
 
-Reads `nodes()`, `counts()` and `page_size`, and nothing else of the tree. Every drawing stands on this.
+Reads `nodes()`, `counts()` and `page_tokens`, and nothing else of the tree. Every drawing stands on this.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from pagoda.errors import ArgumentError
 from pagoda.layout._numbers import counted
 from pagoda.tree._labels import decode, name_label, page_label, rank_label, token_label
-from pagoda.tree._values import Counts, NodeView
+from pagoda.tree._values import NodeView, TreeCounts
 
 __all__ = ["Drawable", "Line", "Reader", "Sight", "integer", "look", "reader"]
 
@@ -27,9 +27,9 @@ class Drawable(Protocol):
     """What a picture needs of a tree."""
 
     @property
-    def page_size(self) -> int: ...
+    def page_tokens(self) -> int: ...
 
-    def counts(self) -> Counts: ...
+    def counts(self) -> TreeCounts: ...
 
     def nodes(
         self, max_nodes: int = ..., max_tokens: int = ..., namespace: bytes | str | None = ...
@@ -48,8 +48,8 @@ class Line(NamedTuple):
 class Sight(NamedTuple):
     """What was seen of a tree, and how it is put into words."""
 
-    page_size: int
-    counts: Counts  # of the whole tree
+    page_tokens: int
+    counts: TreeCounts  # of the whole tree
     is_whole_tree: bool  # not of one namespace only
     views: list[NodeView]
     children: dict[int, list[NodeView]]  # by the parent's number
@@ -95,7 +95,7 @@ class Sight(NamedTuple):
             f"{'' if self.is_whole_tree else 'of the whole tree: '}{counted(tokens.total, 'token')}: "
             f"{tokens.protected:,} protected, {tokens.evictable:,} evictable",
             ", ".join(things),
-            f"pages of {self.page_size:,}",
+            f"pages of {self.page_tokens:,}",
         ]
 
     def footing(self) -> str:
@@ -141,7 +141,7 @@ class Sight(NamedTuple):
                 some.append(f"… {len(view.checkpoints) - NODE_CHECKPOINTS} more")
             notes.append(f"checkpoint{'s' * (len(view.checkpoints) > 1)} {' '.join(some)}")
         ids = [column.tolist() for column in view.columns]
-        pages = page_label(ids, -(-num_tokens // self.page_size), 14 + 10 * len(ids))
+        pages = page_label(ids, -(-num_tokens // self.page_tokens), 14 + 10 * len(ids))
         return pages, counted(num_tokens, "token"), ", ".join(notes)
 
     def mood(self, line: Line) -> str:
@@ -160,13 +160,13 @@ class Sight(NamedTuple):
 
 def look(tree: Drawable, namespace: bytes | str | None, max_nodes: int, max_tokens: int) -> Sight:
     """See so much of a tree. O(max_nodes · (max_tokens + 16 pages)). Errors: ArgumentError."""
-    for name in ("nodes", "counts", "page_size"):
+    for name in ("nodes", "counts", "page_tokens"):
         if not hasattr(tree, name):
             raise ArgumentError(f"tree: a {type(tree).__name__} has no `{name}`")
     if namespace is not None and not isinstance(namespace, (bytes, str)):
         raise ArgumentError(f"namespace: bytes or str, not {type(namespace).__name__}")
     max_nodes, max_tokens = integer("max_nodes", max_nodes, 1), integer("max_tokens", max_tokens, 0)
-    size = tree.page_size
+    size = tree.page_tokens
     # Whole pages, so that ids and tokens end together, and some pages even where no tokens are wanted.
     wanted = max(-(-max_tokens // size), NODE_PAGES) * size
     views = list(tree.nodes(max_nodes, min(wanted, LIMIT), namespace))

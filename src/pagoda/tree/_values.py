@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Counts", "NodeView", "Removed", "Stored", "Tally"]
+__all__ = ["NodeView", "Removed", "Stored", "Tally", "TreeCounts"]
 
 
 class Tally(NamedTuple):
@@ -18,7 +18,7 @@ class Tally(NamedTuple):
     protected: int
 
 
-class Counts(NamedTuple):
+class TreeCounts(NamedTuple):
     """What a tree holds."""
 
     tokens: Tally
@@ -53,7 +53,7 @@ class Stored(NamedTuple):
     namespace: bytes
     position: int  # tokens before the first page
     parent: int | None  # page id of column 0 before it
-    tokens: npt.NDArray[np.int32]  # [pages * page_size]
+    tokens: npt.NDArray[np.int32]  # [pages * page_tokens]
     columns: tuple[npt.NDArray[np.int32], ...]  # one array a column: [pages]; -1: not by this event
     states: tuple[tuple[int, int], ...]  # checkpoints: (length, state id)
 

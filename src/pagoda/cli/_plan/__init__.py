@@ -75,7 +75,7 @@ OPTIONS = {
     "--state-dtype DTYPE": "what recurrent states are stored in: bf16, fp16, fp32; left out, as the config "
     "says, or fp32",
     "--unaccepted N": "tokens written before they are accepted, which makes rings longer (left out: 1)",
-    "--page-size TOKENS": "tokens of a page, in all groups that have pages; left out, 16, for latent "
+    "--page-tokens TOKENS": "tokens of a page, in all groups that have pages; left out, 16, for latent "
     "attention 64, for compressed attention 128",
     "--mix TOKENS:WEIGHT,...": "lengths of requests with their weights, for which memory is divided: "
     "2k:3,32k:1 is three short ones for each long one; left out, all are as long as --context",

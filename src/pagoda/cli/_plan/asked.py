@@ -23,7 +23,7 @@ _WEIGHT = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?", re.ASCII)
 _COUNT = re.compile(r"[0-9]{1,40}", re.ASCII)
 # What from_hf's errors begin with, and the options they are about.
 _OPTIONS = {f"{name}:": f"--{name.replace('_', '-')}:" for name in ("like", "kv_dtype", "index_dtype")}
-_OPTIONS |= {"state_dtype:": "--state-dtype:", "page_tokens ": "--page-size "}
+_OPTIONS |= {"state_dtype:": "--state-dtype:", "page_tokens ": "--page-tokens "}
 
 
 def visible(text: str, columns: int) -> str:
@@ -44,13 +44,13 @@ class Asked:
     @staticmethod
     def read(options: argparse.Namespace) -> Asked:
         """From parsed arguments. Errors: ConfigError."""
-        page_size, context = options.page_size, options.context
+        page_tokens, context = options.page_tokens, options.context
         stored = {
             "kv_dtype": options.kv_dtype,
             "index_dtype": options.index_dtype,
             "state_dtype": options.state_dtype,
             "unaccepted": _count(options.unaccepted, "--unaccepted", low=1, usual=1),
-            "page_tokens": None if page_size is None else num_tokens(page_size, "--page-size"),
+            "page_tokens": None if page_tokens is None else num_tokens(page_tokens, "--page-tokens"),
             "like": options.like,
         }
         return Asked(

@@ -66,7 +66,7 @@ def fixed_bytes(layout: Layout) -> tuple[int, int]:
 
 def dtypes(layout: Layout) -> dict[str, list[str]]:
     """What is stored in which dtypes: keys and values, indexer keys, states. O(layers)."""
-    entries = [entry for group in layout.paged_groups for entry in group.pages.entries]
+    entries = [entry for group in layout.paged_groups for entry in group.storage.entries]
     # What a kind keeps besides its values, scales and padding, is no choice of anybody.
     values = {entry.name: [p.dtype for p in entry.parts if p.name != "scale"] for entry in entries}
     states = layout.state_group.parts if layout.state_group is not None else ()

@@ -115,9 +115,9 @@ def _lifetime(group: PagedGroup | StateGroup) -> str:
     if isinstance(group, StateGroup):
         return "one row per request"
     if group.window is not None:
-        first = f" + first {group.pages.sink_tokens:,}" if group.pages.sink_tokens else ""
+        first = f" + first {group.storage.sink_tokens:,}" if group.storage.sink_tokens else ""
         return f"last {_tokens_or_one(group.window)}{first}"
-    return "every token" if group.pages.ratio == 1 else f"one entry per {group.pages.ratio:,} tokens"
+    return "every token" if group.storage.ratio == 1 else f"one entry per {group.storage.ratio:,} tokens"
 
 
 def _token(group: PagedGroup | StateGroup) -> str:

@@ -98,7 +98,7 @@ def run(pen: Pen, device: str) -> None:
     pen.part("The pool: ids, tables, tensors")
 
     pen.title("A pool")
-    page_kib, pool_mib = tour.pool.page_bytes >> 10, tour.pool.mem_bytes() >> 20
+    page_kib, pool_mib = tour.pool.page_bytes >> 10, tour.pool.memory_bytes() >> 20
     pen.say(f"{NUM_PAGES} pages of {PAGE_SIZE} tokens on {tour.pool.device}, {LAYERS} layers of K and V,")
     pen.say(f"{HEADS} heads × {DIM} in bfloat16: {page_kib} KiB a page, {pool_mib} MiB in all.")
     pen.say("Page 0 is padding: it takes the writes of padded tokens; nobody holds it.")

@@ -163,11 +163,13 @@ def run(pen: Pen, device: str) -> None:
 
 def _race(pen: Pen) -> None:
     """How long the calls take here, on a tree of some size."""
-    num_prompts, shared, own, page_size = 200, 512, 512, 16
+    num_prompts, shared, own, page_tokens = 200, 512, 512, 16
     prompts = np.random.default_rng(0).integers(0, 50_000, (num_prompts, shared + own), dtype=np.int32)
     prompts[:, :shared] = prompts[0, :shared]
-    ids = np.arange(1, num_prompts * (shared + own) // page_size + 1, dtype=np.int32).reshape(num_prompts, -1)
-    tree = PrefixTree(page_size)
+    ids = np.arange(1, num_prompts * (shared + own) // page_tokens + 1, dtype=np.int32).reshape(
+        num_prompts, -1
+    )
+    tree = PrefixTree(page_tokens)
 
     def each(what: str, calls: int, total_s: float) -> None:
         pen.say(f"{what:<58} {total_s / calls * 1e6:8.1f} µs")

@@ -223,7 +223,8 @@ class KVCacheManager:
     def memory_bytes(self) -> int:
         """Bytes of all pools and tables on the device, padding included. O(layers)."""
         return sum(
-            sum(part.mem_bytes() for part in parts) for parts in (self._states, self._entries, self._groups)
+            sum(part.memory_bytes() for part in parts)
+            for parts in (self._states, self._entries, self._groups)
         )
 
     def check(self) -> None:
