@@ -218,7 +218,7 @@ def test_a_damaged_folder_is_made_anew(damage: Any, pip: Pip, tmp_path: Path):
 def test_an_interrupted_run_leaves_nothing(
     step: str, failure: type, pip: Pip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    work = getattr(models, step)
+    work = getattr(_smollm2, step)
 
     def interrupted(*args: Any) -> None:
         work(*args)
