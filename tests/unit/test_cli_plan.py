@@ -501,7 +501,7 @@ FITS = [*LLAMA, "--memory", "80GiB"]
         *(([*FITS, "--chunk", bad], "--chunk: ") for bad in ("x", "-1", "0", "9" * 30)),
         *(([*LLAMA, f"--{name}", "1"], f"--{name}: give --memory") for name in ("weights", "mix", "chunk")),
         ([*LLAMA, "--checkpoints", "1"], "--checkpoints: give --memory"),
-        *(([f"--{name}", "1"], f"--{name}: name a model") for name in ("memory", "tp", "page-size", "mix")),
+        *(([f"--{name}", "1"], f"--{name}: name a model") for name in ("memory", "tp", "page-tokens", "mix")),
         *(([f"--{name}", "1"], f"--{name}: name a model") for name in ("index-dtype", "unaccepted", "like")),
     ],
 )
@@ -789,7 +789,7 @@ def test_help_tells_of_every_option(capsys: pytest.CaptureFixture[str]):
         "context",
         "tp",
         "kv-dtype",
-        "page-size",
+        "page-tokens",
         "mix",
         "checkpoints",
         "chunk",
