@@ -4,7 +4,7 @@
 ends take it.
 """
 
-from pagoda.attention.paged import paged_attention
-from pagoda.attention.pages import hnd_pages, nhd_pages
+from pagoda.attention._paged import paged_attention
+from pagoda.attention._pages import hnd_pages, nhd_pages
 
 __all__ = ["hnd_pages", "nhd_pages", "paged_attention"]

@@ -17,9 +17,9 @@ from types import ModuleType
 import torch
 
 from pagoda.errors import ConfigError
-from pagoda.kernels import reference
-from pagoda.kernels.reference import FP8_DTYPES
-from pagoda.kernels.regions import Regions
+from pagoda.kernels import _reference as reference
+from pagoda.kernels._reference import FP8_DTYPES
+from pagoda.kernels._regions import Regions
 
 __all__ = [
     "FP8_DTYPES",
@@ -30,7 +30,7 @@ __all__ = [
     "pack",
     "pick",
     "pick_batch",
-    "set_entries",
+    "set_table",
     "store",
     "unpack",
     "write_table",
@@ -58,11 +58,11 @@ def _fused(name: str) -> ModuleType:
 
 def pick_batch(device: torch.device) -> ModuleType:
     """The kernels that fill a batch on a CUDA device. On a CPU native code does. Errors: as `pick`."""
-    return _fused("batch_fused")
+    return _fused("_batch_fused")
 
 
 def _for(tensor: torch.Tensor) -> ModuleType:
-    return pick("fused", reference, tensor.device)
+    return pick("_fused", reference, tensor.device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -140,11 +140,11 @@ def fill_rows(regions: Regions, row: int) -> None:
         _for(regions.table).fill_rows(regions, row)
 
 
-def set_entries(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> None:
+def set_table(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> None:
     """Set entry `at` of a flat table to `value` and entry `other_at` to `other`, in one launch that carries
     all of it: nothing is sent.
 
     table: [entries] int32, contiguous. Places are in the table.
     """
     with on_device(table.device):
-        _for(table).set_entries(table, at, value, other_at, other)
+        _for(table).set_table(table, at, value, other_at, other)

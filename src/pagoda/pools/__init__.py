@@ -9,12 +9,12 @@ Invariants 6 and 7.
 
 from pagoda.pools._batch import Batch, GroupBatch, HostBatch
 from pagoda.pools._layer import Layer
-from pagoda.pools.entries import EntryPool
-from pagoda.pools.kv import TokenPool
-from pagoda.pools.rank import Pools
-from pagoda.pools.staging import Staging
-from pagoda.pools.state import StatePart, StatePool
-from pagoda.pools.table import DeviceTable
+from pagoda.pools._entries import EntryPool
+from pagoda.pools._kv import TokenPool
+from pagoda.pools._rank import Pools
+from pagoda.pools._staging import Staging
+from pagoda.pools._state import StateSpec, StatePool
+from pagoda.pools._table import DeviceTable
 
 __all__ = [
     "Batch",
@@ -25,7 +25,7 @@ __all__ = [
     "Layer",
     "Pools",
     "Staging",
-    "StatePart",
+    "StateSpec",
     "StatePool",
     "TokenPool",
 ]

@@ -18,7 +18,7 @@ from pagoda import kernels
 from pagoda._native import Rank
 from pagoda.errors import ArgumentError, ConfigError, InvariantError, StaleError
 from pagoda.layout import PagedGroup
-from pagoda.pools.arguments import filled, require_buffer
+from pagoda.pools._arguments import filled, require_buffer
 
 __all__ = ["Batch", "BatchBuffers", "GroupBatch", "HostBatch"]
 
@@ -66,7 +66,7 @@ class Geometry(NamedTuple):
     @property
     def window(self) -> int:
         # Sinks are read however far the window is: such rows are listed whole. No row is longer than 2^31.
-        if self.group.window is None or self.group.pages.sink_tokens:
+        if self.group.window is None or self.group.storage.sink_tokens:
             return 0
         return min(self.group.window, 2**31)
 
