@@ -1,7 +1,4 @@
-"""Continuous batching of a tiny model: requests come and go, prefixes are computed once, prompts run in chunks.
-
-    python examples/continuous_batching.py
-"""
+"""Continuous batching of a tiny model: requests come and go, prompts run in chunks, prefixes are reused."""
 
 import torch
 
@@ -13,11 +10,14 @@ ROWS, BUDGET, LONGEST = 4, 24, 128  # requests at once, tokens per step, tokens 
 
 torch.manual_seed(0)
 embed, *weights = (torch.randn(n, HEADS * DIM) / 8 for n in (VOCABULARY, *[HEADS * DIM] * 4 * LAYERS))
+embed = torch.nn.functional.normalize(embed)
 
 layout = pagoda.Layout([pagoda.FullAttention(kv_heads=HEADS, k_dim=DIM, v_dim=DIM, dtype="float32")] * LAYERS)
 capacity = layout.divide(layout.memory_for(2, LONGEST), LONGEST).capacity()  # room for two of the longest
 manager = pagoda.Manager(layout, capacity, num_rows=ROWS, max_tokens=LONGEST)
-pools = pagoda.Pools(layout, capacity, num_rows=ROWS, max_tokens=LONGEST, max_step_tokens=BUDGET, device="cpu")
+pools = pagoda.Pools(
+    layout, capacity, num_rows=ROWS, max_tokens=LONGEST, max_step_tokens=BUDGET, device="cpu"
+)
 
 
 def forward(tokens: torch.Tensor, batch: pagoda.Batch) -> torch.Tensor:
@@ -55,11 +55,11 @@ def generate(prompts: list[list[int]], num_new: int) -> list[list[int]]:
         pools.apply(delta)
         if rows:
             batch = pools.batch(delta)
-            spans = [(running[r], int(n), int(c)) for r, n, c in zip(rows, delta.lengths, delta.counts)]
+            spans = [(running[r], n, c) for r, n, c in zip(rows, delta.lengths.tolist(), counts, strict=True)]
             step = [token for request, n, c in spans for token in texts[request][n - c : n]]
             chosen = forward(torch.tensor(step), batch).argmax(1).tolist()
             manager.commit(rows, step, counts)
-            for row, (request, n, _), token in zip(rows, spans, chosen):
+            for row, (request, n, _), token in zip(rows, spans, chosen, strict=True):
                 if n == len(texts[request]):  # the whole text is computed: this is its next token
                     texts[request].append(token)
                     if len(texts[request]) == len(prompts[request]) + num_new:

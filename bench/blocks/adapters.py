@@ -113,7 +113,8 @@ class Pagoda(Adapter):
     def held(self, request: PagodaRequest) -> list[int]:
         manager = self.manager
         return [
-            int(np.count_nonzero(manager.page_ids(request.row, group.name))) for group in manager.layout.groups
+            int(np.count_nonzero(manager.page_ids(request.row, group.name)))
+            for group in manager.layout.groups
         ]
 
     def look_up(self, request: PagodaRequest) -> None:

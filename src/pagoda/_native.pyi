@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagoda.tree._values import TreeCounts, NodeView, Removed, Stored
+from pagoda.tree._values import NodeView, Removed, Stored, TreeCounts
 
 IdsLike: TypeAlias = (
     npt.NDArray[np.int32] | npt.NDArray[np.int64] | torch.Tensor | list[int] | tuple[int, ...] | range

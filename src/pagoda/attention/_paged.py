@@ -40,9 +40,9 @@ def paged_attention(
     knows. fp8 pools are read with their scales. A query without any key, and padding, get 0.
 
     Computes in float32 (float64 for such queries) and returns the dtype of the queries. Cost: lengths are
-    read back, so it waits for the device and cannot be captured. Rows with as many queries go together, padded
-    to the longest; keys and values are gathered and widened, and logits made in parts of up to 256 MiB. For
-    reference, tests and CPUs. Page ids outside the pool are not read. Errors: ArgumentError.
+    read back, so it waits for the device and cannot be captured. Rows with as many queries go together,
+    padded to the longest; keys and values are gathered and widened, and logits made in parts of up to 256
+    MiB. For reference, tests and CPUs. Page ids outside the pool are not read. Errors: ArgumentError.
     """
     if not isinstance(batch, Batch):
         raise ArgumentError(f"batch: give what Pools.batch returned, not {type(batch).__name__}")
@@ -55,8 +55,8 @@ def paged_attention(
     kv_heads = keys.shape[1]
     if keys.shape[2] != k_dim or heads % kv_heads or not heads:
         raise ArgumentError(
-            f"queries have {heads} heads of {k_dim} dimensions, and layer {layer.number} has {kv_heads} KV heads "
-            f"of {keys.shape[2]}: give as many dimensions, and a multiple of the heads"
+            f"queries have {heads} heads of {k_dim} dimensions, and layer {layer.number} has {kv_heads} KV "
+            f"heads of {keys.shape[2]}: give as many dimensions, and a multiple of the heads"
         )
     if values is None:
         if scale is None:
@@ -122,7 +122,9 @@ def _reach(
     if window is not None and not view.group.storage.sink_tokens:
         firsts = [max(0, lengths[row] - num_queries - window + 1) // view.page_tokens for row in rows]
     most = max(-(-lengths[row] // view.page_tokens) - first for row, first in zip(rows, firsts, strict=True))
-    columns = torch.tensor(firsts, device=view.page_table.device)[:, None] + torch.arange(most, device=view.page_table.device)
+    columns = torch.tensor(firsts, device=view.page_table.device)[:, None] + torch.arange(
+        most, device=view.page_table.device
+    )
     width = view.page_table.shape[1]
     of_rows = view.page_table[torch.tensor(rows, device=view.page_table.device)]
     pages = of_rows.gather(1, columns.clamp(max=width - 1))

@@ -143,7 +143,9 @@ class PrefixCache:
         memory = self._memory
         if memory is None:
             return f"nothing is cached: {self._layout}"
-        return draw_text(memory.manager, tokenizer=decode, max_nodes=max_nodes, width=width, colour=colour)
+        return draw_text(
+            memory.manager.tree, tokenizer=decode, max_nodes=max_nodes, width=width, colour=colour
+        )
 
     def clear(self) -> None:
         """Forgets all prefixes; counts stay. Cost O(pages)."""

@@ -2,8 +2,8 @@
 tensors for tokens that were seen before.
 
 A `Manager` plans and `Pools` hold. Nothing runs between calls: a row is admitted, read or written, and
-released, all under one lock, so the pools have no page that the tree does not know. Every page has the contents
-of its tokens in all layers, because it is written before the next call looks for it."""
+released, all under one lock, so the pools have no page that the tree does not know. Every page has the
+contents of its tokens in all layers, because it is written before the next call looks for it."""
 
 from __future__ import annotations
 
@@ -80,16 +80,17 @@ class Memory:
         self.max_tokens = ENDLESS if held is None else held
         given = show_bytes(self.memory_bytes)
         # Two rows: one that is read or written, and one for the page below it.
-        capacity, rows = budget.capacity(), {"num_rows": 2, "max_tokens": self.max_tokens + 1}
+        capacity, num_rows, max_tokens = budget.capacity(), 2, self.max_tokens + 1
         try:
-            self.manager = Manager(layout, capacity, **rows)
+            self.manager = Manager(layout, capacity, num_rows=num_rows, max_tokens=max_tokens)
         except ConfigError as error:
             raise ConfigError(f"memory: {given} hold more tokens than can be numbered: give less") from error
         try:
             self._pools = Pools(
                 layout,
                 capacity,
-                **rows,
+                num_rows=num_rows,
+                max_tokens=max_tokens,
                 device=device,
                 max_step_tokens=min(self.chunk, self.max_tokens),
                 max_indices={group.name: 1 for group in layout.paged_groups},  # nothing reads them
@@ -242,18 +243,18 @@ class Memory:
         read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for group in self.layout.paged_groups:
             dtype = self._pools[group.name].dtype
-            for layer in group.layers:
-                found = columns(layer, begin, end)
+            for number in group.layers:
+                found = columns(number, begin, end)
                 if found is None:
                     return False
                 if found[0].dtype != dtype:
                     raise ArgumentError(
-                        f"layer {layer} computes {found[0].dtype}, and its pool has the dtype of the model, {dtype}"
+                        f"layer {number} computes {found[0].dtype}, but its pool has the dtype {dtype}"
                     )
-                read[layer] = found
-        for number, found in read.items():
+                read[number] = found
+        for number, sides in read.items():
             layer = self._pools.layer(number)
-            keys, values = (side.transpose(0, 1) for side in found)
+            keys, values = (side.transpose(0, 1) for side in sides)
             if layer.values is None:
                 layer.store(batch, torch.cat([keys, values], dim=-1))
             else:
@@ -265,9 +266,9 @@ class Memory:
         self._step()
 
     def _step(self, rows: int | tuple[int, ...] = (), n: int = 0) -> Batch:
-        """Plans a step and carries it out. Work on the pools is in the order of one stream, so that the fence of
-        the step before has passed."""
-        if self._pools.step != self.manager.step - 1:  # a call was interrupted before it had applied its step
+        """Plan a step and carry it out. Work on the pools is in the order of one stream, so that the step's
+        fence passes at once."""
+        if self._pools.step != self.manager.step - 1:  # a call was interrupted
             self._pools.reset(self.manager.step - 1)
         delta = self.manager.plan(rows, n)
         self._pools.apply(delta)

@@ -1,6 +1,7 @@
 """The Triton kernels that fill a batch: one program per group counts, then many fill. Offsets are 64-bit.
 
-What they must do is said by native/core/rank.cpp, which does the same on the host: both agree in every number.
+What they must do is said by native/core/rank.cpp, which does the same on the host: both agree in every
+number.
 """
 
 # Kernels are Triton's language, not Python's.
@@ -71,7 +72,8 @@ def _count(
     out_starts, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows, lengths, starts = packed + rows_at, packed + lengths_at, packed + starts_at
-    # One program per group: pages of all rows are summed, chunk after chunk. The first writes what groups share.
+    # One program per group: pages of all rows are summed, chunk after chunk. The first writes what groups
+    # share.
     group = parameters + tl.program_id(0) * _NUM_PARAMETERS
     kernel_page = _size(group, _KERNEL_PAGE)
     max_indices = tl.load(group + _MAX_INDICES)
@@ -167,8 +169,8 @@ def _fill_tokens(
     do_not_specialize_on_alignment=["parameters", "table", "packed"],
 )  # fmt: skip
 def _fill(
-    parameters, table, packed, rows_at, lengths_at, starts_at, num_rows, padded_rows, padded_tokens, table_rows,
-    positions, BLOCK: tl.constexpr,
+    parameters, table, packed, rows_at, lengths_at, starts_at, num_rows, padded_rows, padded_tokens,
+    table_rows, positions, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows, lengths, starts = packed + rows_at, packed + lengths_at, packed + starts_at
     # Of a group the first programs fill a block of columns of one row each, the next a block of tokens, and
@@ -200,7 +202,8 @@ def _fill(
 
 
 _launch_count, _launch_fill = Launch(_count, num_warps=8), Launch(_fill, num_warps=4)
-# Rows per step of the one program that counts, at most. A block no larger than the batch spares 1.8 µs at 256.
+# Rows per step of the one program that counts, at most. A block no larger than the batch spares 1.8 µs at
+# 256.
 _COUNT_BLOCK = 1024
 _FILL_BLOCK = 512  # columns or tokens per program
 
@@ -218,7 +221,8 @@ def prepare(groups: Sequence[GroupPages], device: torch.device) -> Prepared:
     for group in groups:
         sizes = [columns_before, group.max_pages, group.page_tokens, group.kernel_page_tokens, group.window]
         buffers = (
-            group.slot_mapping, group.page_table, group.indptr, group.indices, group.last_page_len, group.begins,
+            group.slot_mapping, group.page_table, group.indptr, group.indices, group.last_page_len,
+            group.begins,
         )  # fmt: skip
         parameters.append([*sizes, group.indices.shape[0], *(buffer.data_ptr() for buffer in buffers)])
         columns_before += group.max_pages

@@ -1,5 +1,5 @@
-"""From requests to deltas. In: tokens of requests; out: rows, hits, and what one step computes and changes, as
-plain arrays.
+"""From requests to deltas. In: tokens of requests; out: rows, hits, and what one step computes and changes,
+as plain arrays.
 
 Plans and never touches a tensor; knows no torch. docs/manager.md says exactly what each call does.
 """

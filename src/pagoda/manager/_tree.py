@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pagoda._native import ManagerCore
-from pagoda.tree._values import TreeCounts, NodeView, Removed, Stored
+from pagoda.tree._values import NodeView, Removed, Stored, TreeCounts
 
 __all__ = ["TreeView"]
 

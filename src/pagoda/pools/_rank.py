@@ -20,10 +20,10 @@ from pagoda.errors import ArgumentError, ConfigError, InvariantError
 from pagoda.layout import Layout, PagedGroup
 from pagoda.layout._numbers import count
 from pagoda.manager import Delta
-from pagoda.pools._batch import Batch, BatchBuffers, Geometry, _Sizes
-from pagoda.pools._layer import Layer
 from pagoda.pools._arguments import filled, number, refuse_capture, resolve_device
+from pagoda.pools._batch import Batch, BatchBuffers, Geometry, Sizes
 from pagoda.pools._kv import TokenPool
+from pagoda.pools._layer import Layer
 from pagoda.pools._staging import Staging, current_stream, staging_of
 
 __all__ = ["Pools"]
@@ -117,7 +117,8 @@ class Pools:
         self._layers = _layers_of(layout, self.pools)
         self._at = self._addresses()
         self._in_order = tuple(self.pools.values())
-        self._applied: tuple[Delta, Any, torch.Tensor | None] | None = None  # the last one, and where it was sent
+        # The last delta applied, what was found in it, and where it was sent.
+        self._applied: tuple[Delta, Any, torch.Tensor | None] | None = None
         self._step = 0
         self._lock = threading.RLock()
 
@@ -222,19 +223,19 @@ class Pools:
                 self._is_current,
             )
 
-    def _padded(self, num_rows: int, num_tokens: int, pad_to: Any) -> _Sizes:
+    def _padded(self, num_rows: int, num_tokens: int, pad_to: Any) -> Sizes:
         if num_tokens > self.max_step_tokens:
             raise ArgumentError(
                 f"delta: its step computes {num_tokens} tokens, more than these pools' max_step_tokens = "
                 f"{self.max_step_tokens}"
             )
         if pad_to is None:
-            return _Sizes(num_rows, num_tokens)
+            return Sizes(num_rows, num_tokens)
         pair = pad_to if isinstance(pad_to, tuple) else (pad_to, pad_to)
         if len(pair) != 2:
             raise ArgumentError("pad_to: give a number, or a pair of rows and tokens")
         least_rows, least_tokens = (number(each, "pad_to") for each in pair)
-        padded = _Sizes(max(num_rows, least_rows), max(num_tokens, least_tokens))
+        padded = Sizes(max(num_rows, least_rows), max(num_tokens, least_tokens))
         if padded.rows > self.num_rows or padded.tokens > self.max_step_tokens:
             raise ArgumentError(
                 f"pad_to: {padded.rows} rows and {padded.tokens} tokens are more than these pools' "
