@@ -7,7 +7,6 @@ can hold the longest request asked for; no larger share of the mix would fit."""
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,7 +14,7 @@ from typing import Any, TypeAlias
 
 from pagoda.errors import ConfigError
 from pagoda.layout.groups import PagedGroup, StateGroup
-from pagoda.layout.numbers import count, num_bytes, show, show_bytes
+from pagoda.layout.numbers import as_integer, count, num_bytes, show, show_bytes
 
 __all__ = ["Budget", "Groups", "Mix", "Share", "divide", "longest_request", "max_requests", "memory_for"]
 
@@ -181,17 +180,17 @@ def _demands(groups: Groups, weights: Mapping[int, Fraction], chunk: int, checkp
 def _read_mix(mix: Any) -> dict[int, Fraction]:
     """Lengths with weights that add up to 1, or a ConfigError."""
     pairs: list[tuple[Any, Any]]
-    try:
-        pairs = [(operator.index(mix), 1)]
-    except TypeError:
-        if isinstance(mix, Mapping):
-            pairs = list(mix.items())
-        elif isinstance(mix, Iterable) and not isinstance(mix, (str, bytes, Set)):
-            pairs = [(length, 1) for length in mix]
-        else:  # a set does not know how often a length comes
-            raise ConfigError(
-                f"mix: give a length, a list of lengths or a dict with weights, not {type(mix).__name__}"
-            ) from None
+    length = as_integer(mix)
+    if length is not None:
+        pairs = [(length, 1)]
+    elif isinstance(mix, Mapping):
+        pairs = list(mix.items())
+    elif isinstance(mix, Iterable) and not isinstance(mix, (str, bytes, Set)):
+        pairs = [(length, 1) for length in mix]
+    else:  # a set does not know how often a length comes
+        raise ConfigError(
+            f"mix: give a length, a list of lengths or a dict with weights, not {type(mix).__name__}"
+        )
     if not pairs:
         raise ConfigError("mix: give at least one length")
     weights: dict[int, Fraction] = {}
