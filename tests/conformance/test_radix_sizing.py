@@ -59,9 +59,7 @@ def test_only_whole_pages_fit() -> None:
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, None, "8"], ids=str)
-@pytest.mark.parametrize(
-    "name", ["head_dim", "num_kv_heads", "num_layers", "page_size", "tp_size"]
-)
+@pytest.mark.parametrize("name", ["head_dim", "num_kv_heads", "num_layers", "page_size", "tp_size"])
 def test_sizes_that_are_none_are_refused_by_name(name: str, bad: Any) -> None:
     arguments = {"head_dim": 8, "num_kv_heads": 8, "num_layers": 1, name: bad}
     with pytest.raises(ConfigError, match=name):

@@ -71,11 +71,11 @@ def one_id(value: Any, name: str, low: int, high: int, what: str) -> int:
     return at
 
 
-def layer_number(layer: Any, num_layers: int) -> int:
+def layer_number(layer: Any, num_layers: int, name: str = "layer") -> int:
     """The number of a layer, or an ArgumentError."""
-    at = number(layer, "layer")
+    at = number(layer, name)
     if at >= num_layers:
-        raise ArgumentError(f"layer: this pool has layers 0 to {num_layers - 1}, not {min(at, 10**18)}")
+        raise ArgumentError(f"{name}: this pool has layers 0 to {num_layers - 1}, not {min(at, 10**18)}")
     return at
 
 

@@ -190,7 +190,7 @@ class Staging:
         if is_unread(ids, self.device):
             return unread_ids(ids, name, any_shape=any_shape)
         host = host_ids(ids, name, any_shape=any_shape)
-        require_range(host, low, high, name, name)
+        require_range(host, low, high, name, "valid ids")
         return self.send(host)[0]
 
     def fill(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from pagoda import kernels
+from pagoda.compat._words import of_one
 from pagoda.compat.hybrid.blocks import BlockTable
 from pagoda.compat.hybrid.budget import compute_block_budget, max_blocks
 from pagoda.compat.hybrid.config import DSV4Config, LayerSpec, read_schedule
@@ -18,10 +19,10 @@ from pagoda.compat.hybrid.paged import PagedKVPool
 from pagoda.compat.hybrid.schema import LayerCacheSchema, build_schema
 from pagoda.compat.hybrid.state import StateCachePool
 from pagoda.compat.hybrid.tokens import read_tokens
-from pagoda.errors import ArgumentError, ConfigError, InvariantError
+from pagoda.errors import ArgumentError, ConfigError, InvariantError, UsageError
 from pagoda.ids import FreeList
 from pagoda.layout import RingWindow
-from pagoda.layout.numbers import count, show
+from pagoda.layout.numbers import as_integer, count, show
 from pagoda.pools import EntryPool, Staging, StatePool
 from pagoda.pools.arguments import AnyIds, one_id, refuse_capture, resolve_device
 
@@ -246,8 +247,9 @@ class KVCacheManager:
             self._staging.check()
 
     def _layer(self, layer_idx: Any) -> int:
-        if isinstance(layer_idx, (int, np.integer)) and int(layer_idx) in self.schemas:
-            return int(layer_idx)
+        layer = as_integer(layer_idx)
+        if layer is not None and layer in self.schemas:
+            return layer
         raise ArgumentError(
             f"layer_idx: there is no layer {show(layer_idx)} in the schedule, which has "
             f"{', '.join(map(str, list(self.schemas)[:8]))}{', …' if len(self.schemas) > 8 else ''}"
@@ -255,5 +257,8 @@ class KVCacheManager:
 
     def _held(self, slot: Any, name: str) -> int:
         row = one_id(slot, name, 1, self.max_concurrent_requests, "rows")
-        self._rows.require_held([row])
+        try:
+            self._rows.require_held([row])
+        except UsageError as error:
+            raise of_one(error, name)
         return row

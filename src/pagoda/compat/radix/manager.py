@@ -16,12 +16,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pagoda.compat._words import in_words
 from pagoda.compat.radix.answers import Answer
 from pagoda.compat.radix.interface import BaseCacheHandle, BaseCacheManager, SizeInfo
 from pagoda.compat.radix.pages import TreePages
 from pagoda.compat.radix.picture import NO_BOUND, RadixTreeNode, radix_root
 from pagoda.compat.tokens import HostTokens, host_pages, host_tokens, slots_of_pages, write_slots
-from pagoda.errors import AlreadyHeldError, ArgumentError, CapacityError, NotHeldError, StaleError
+from pagoda.errors import (
+    AlreadyHeldError,
+    ArgumentError,
+    CapacityError,
+    NotHeldError,
+    StaleError,
+    UsageError,
+)
 from pagoda.ids import FreeList
 from pagoda.layout.numbers import count
 from pagoda.pools import Staging
@@ -119,7 +127,10 @@ class RadixCacheManager(BaseCacheManager):
         refuse_capture(self._staging.device, "match_prefix")
         tokens = host_tokens(input_ids, "input_ids")
         with self._lock:
-            found = self._tree.match(tokens)
+            try:
+                found = self._tree.match(tokens)
+            except UsageError as error:
+                raise in_words(error, tokens="input_ids")
         pages = found.page_ids - np.int32(1)
         handle = RadixCacheHandle(
             found.length, _manager=self, _tokens=tokens[: found.length].copy(), _pages=pages
@@ -197,10 +208,16 @@ class RadixCacheManager(BaseCacheManager):
         pages = host_pages(indices, tokens.size, self.page_size, "indices")
         size, whole = self.page_size, tokens.size // self.page_size
         with self._lock:
-            begin = self._tree.match_length(tokens) // size
+            begin = self._cached_length(tokens) // size
             positions = range(begin * size, whole * size, size)
             self._pages.require_outside(pages[begin:whole], positions, AlreadyHeldError)
             return self._insert(tokens, pages, begin, None) * size
+
+    def _cached_length(self, tokens: HostTokens) -> int:
+        try:
+            return self._tree.match_length(tokens)
+        except UsageError as error:
+            raise in_words(error, tokens="input_ids")
 
     def _insert(
         self, tokens: HostTokens, pages: npt.NDArray[np.int32], begin: int, lease: Lease | None
@@ -244,7 +261,7 @@ class RadixCacheManager(BaseCacheManager):
                     raise ArgumentError("old_handle: input_ids and indices do not begin as what it matched")
             positions = range(old * size, tokens.size, size)
             self._pages.require_outside(pages[old:], positions, NotHeldError)
-            begin = self._tree.match_length(tokens) // size
+            begin = self._cached_length(tokens) // size
             cached = self._insert(tokens, pages, begin, lease)
             if own is not None:
                 self._release(own)

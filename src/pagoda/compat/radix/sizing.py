@@ -45,14 +45,14 @@ def get_mha_cache_per_page(
     return math.ceil(values * count(page_size, "page_size") * _positive(dtype_size, "dtype_size"))
 
 
-def get_num_pages_for_kv_cache(
-    available_memory: float | Fraction, cache_per_page: float | Fraction
-) -> int:
+def get_num_pages_for_kv_cache(available_memory: float | Fraction, cache_per_page: float | Fraction) -> int:
     """Whole pages of `cache_per_page` bytes that fit into `available_memory` bytes, computed exactly.
 
     Errors: ConfigError for memory below 0 or pages of no bytes.
     """
-    return math.floor(exact(available_memory, "available_memory") / _positive(cache_per_page, "cache_per_page"))
+    return math.floor(
+        exact(available_memory, "available_memory") / _positive(cache_per_page, "cache_per_page")
+    )
 
 
 def _positive(value: Any, name: str) -> Fraction:
