@@ -6,6 +6,9 @@ NB_MODULE(_native, m) {
   using namespace pagoda::bind;
   using pagoda::Ids;
   m.doc() = "Pagoda's native core. Public names are re-exported by the rooms of the house.";
+  // A thread, handler or traceback that outlives the interpreter keeps what it holds: no fault of the bindings.
+  // Tests of the bindings turn the warnings on.
+  nb::set_leak_warnings(false);
   init_arrays();
   init_errors();
   bind_free_list(m);
@@ -13,6 +16,8 @@ NB_MODULE(_native, m) {
   bind_prefix_tree(m);
   bind_manager(m);
   bind_delta_reader(m);
+  m.def("set_leak_warnings", &nb::set_leak_warnings, nb::arg("on"),
+        "Whether objects that are alive when the interpreter ends are reported on stderr: off unless a test asks.");
   m.def(
       "sum_ids",
       [](nb::handle ids) {

@@ -13,6 +13,7 @@ IdsLike: TypeAlias = (
 )
 ExtraKey: TypeAlias = tuple[int, int, bytes | str]
 
+def set_leak_warnings(on: bool) -> None: ...
 def sum_ids(ids: IdsLike, /) -> int: ...
 
 class FreeList:

@@ -123,7 +123,8 @@ class KVPool:
         try:
             self._pool.store(layer_id, indices, k, v)
         except UsageError as error:
-            raise in_words(error, layer="layer_id", slots="indices", keys="k", values="v")
+            in_words(error, layer="layer_id", slots="indices", keys="k", values="v")
+            raise
 
     def mem_bytes(self) -> int:
         """Bytes of all buffers, padding included. O(1)."""
@@ -234,7 +235,8 @@ class TokenToKVPoolAllocator:
         try:
             self._pages.free_slots(slots, self.page_size, fence=group)
         except UsageError as error:
-            raise in_words(error, slots="indices")
+            in_words(error, slots="indices")
+            raise
 
     def free_group(self) -> _FreeGroup:
         """A context manager: a group that begins when it is entered and ends when it is left. O(1).
@@ -369,7 +371,8 @@ class ReqToTokenPool:
         try:
             self._rows.free(rows)
         except UsageError as error:
-            raise in_words(error, ids="slot")
+            in_words(error, ids="slot")
+            raise
 
     def write(self, index: tuple[Any, Any], values: Any) -> None:
         """Write slots at (row, slice(a, b)), or at (rows, positions) for one entry each of many rows.
@@ -500,14 +503,16 @@ class GDNPool:
         try:
             self._pool.reset(req_pool_indices)
         except UsageError as error:
-            raise in_words(error, rows="req_pool_indices")
+            in_words(error, rows="req_pool_indices")
+            raise
 
     def copy_states(self, src_index: AnyIds, dst_index: AnyIds) -> None:
         """Copy rows to other rows, working or track. Cost and errors: `StatePool.copy`."""
         try:
             self._pool.copy(src_index, dst_index)
         except UsageError as error:
-            raise in_words(error, source="src_index", target="dst_index")
+            in_words(error, source="src_index", target="dst_index")
+            raise
 
     def alloc_track_slot(self) -> int | None:
         """The lowest free track slot, or None; the caller holds it. O(1)."""
@@ -521,7 +526,8 @@ class GDNPool:
         try:
             self._tracks.free([slot])
         except UsageError as error:
-            raise of_one(error, "slot")
+            of_one(error, "slot")
+            raise
 
     def mem_bytes(self) -> int:
         """Bytes of both states, padding and track slots included. O(1)."""

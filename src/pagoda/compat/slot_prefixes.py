@@ -125,7 +125,8 @@ class PrefixCacheManager:
         try:
             return self._tree.match(tokens)
         except UsageError as error:
-            raise in_words(error, tokens="token_ids")
+            in_words(error, tokens="token_ids")
+            raise
 
     def pin(self, token_ids: AnyIds) -> None:
         """Add a reference to a sequence, which keeps it from being evicted; nothing if it is not cached.

@@ -46,7 +46,10 @@ class SlotAllocator:
             return slot
 
     def occupy(self, idx: int) -> None:
-        """Take a given free slot, its version unchanged. Errors: AlreadyHeldError, OutOfRangeError, ArgumentError."""
+        """Take a given free slot, its version unchanged.
+
+        Errors: AlreadyHeldError, OutOfRangeError, ArgumentError.
+        """
         with self._lock:
             slot = self._slot(idx)
             if not self._slots.is_free(slot):

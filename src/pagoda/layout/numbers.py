@@ -32,7 +32,7 @@ _LARGEST = 2**62
 
 
 def as_integer(value: Any) -> int | None:
-    """Whatever Python takes for an integer, as one; None for anything else and for a bool, also a tensor's."""
+    """What Python takes for an integer, as one; None for anything else and for a bool, also a tensor's."""
     if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":
         return None
     try:

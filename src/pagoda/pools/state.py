@@ -169,7 +169,7 @@ class StatePool:
         )
         if sources_at.shape != targets_at.shape:
             raise ArgumentError(
-                f"source: give one row per row to be written, {targets_at.shape[0]}, not {sources_at.shape[0]}"
+                f"source: give one row per target, {targets_at.shape[0]}, not {sources_at.shape[0]}"
             )
         with self._lock:
             for tensor in self.tensors.values():

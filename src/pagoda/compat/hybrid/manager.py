@@ -260,5 +260,6 @@ class KVCacheManager:
         try:
             self._rows.require_held([row])
         except UsageError as error:
-            raise of_one(error, name)
+            of_one(error, name)
+            raise
         return row

@@ -83,7 +83,8 @@ def _look_at(
         try:
             rows.require_held(real)
         except UsageError as error:
-            raise in_words(error, ids="request_slots")
+            in_words(error, ids="request_slots")
+            raise
     if ids is not None:
         require_range(ids, -1, batch - 1, "request_ids", "requests of the batch, and −1, padding,")
     if positions is not None:

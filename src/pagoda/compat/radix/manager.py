@@ -130,7 +130,8 @@ class RadixCacheManager(BaseCacheManager):
             try:
                 found = self._tree.match(tokens)
             except UsageError as error:
-                raise in_words(error, tokens="input_ids")
+                in_words(error, tokens="input_ids")
+                raise
         pages = found.page_ids - np.int32(1)
         handle = RadixCacheHandle(
             found.length, _manager=self, _tokens=tokens[: found.length].copy(), _pages=pages
@@ -217,7 +218,8 @@ class RadixCacheManager(BaseCacheManager):
         try:
             return self._tree.match_length(tokens)
         except UsageError as error:
-            raise in_words(error, tokens="input_ids")
+            in_words(error, tokens="input_ids")
+            raise
 
     def _insert(
         self, tokens: HostTokens, pages: npt.NDArray[np.int32], begin: int, lease: Lease | None
