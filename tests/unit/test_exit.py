@@ -76,7 +76,7 @@ def test_a_program_ends_quietly_with_our_objects_alive(holder: str) -> None:
 
 
 def test_the_bindings_leak_nothing() -> None:
-    """With the warnings on, which a lost reference would show: all objects made and dropped, in cycles too."""
+    """With the warnings on, which a lost reference would show: objects made and dropped, in cycles too."""
     program = """
 from pagoda import _native
 _native.set_leak_warnings(True)

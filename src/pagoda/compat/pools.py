@@ -339,9 +339,12 @@ class ReqToTokenPool:
         self.max_context_len = count(max_context_len, "max_context_len")
         self._staging = Staging(device)
         self.device = device
-        self._table = DeviceTable(self.size, self.max_context_len, device, self._staging)
+        try:
+            self._table = DeviceTable(self.size, self.max_context_len, device, self._staging)
+        except ConfigError as error:
+            in_words(error, num_rows="max_reqs and max_context_len: num_rows")
+            raise
         self._rows = FreeList(self.size, what="rows")
-        self._lock = threading.RLock()
 
     @property
     def req_to_token(self) -> torch.Tensor:
@@ -378,34 +381,36 @@ class ReqToTokenPool:
         """Write slots at (row, slice(a, b)), or at (rows, positions) for one entry each of many rows.
 
         Values may lie on the host or on the device; neither costs a synchronisation. Rows and positions
-        in a device tensor must be valid, since looking at them would wait. Cost: one launch, and a
-        staged copy for each argument that lies on the host. Errors: ArgumentError for an index of another
-        form, values of another length or float values; OutOfRangeError for rows and positions on the
-        host; CaptureError for host values on CUDA.
+        in a device tensor must be valid, since looking at them would wait. Cost: that of
+        `DeviceTable.write_at`. Errors: ArgumentError for an index of another form, values of another length
+        or float values; OutOfRangeError for rows and positions on the host; CaptureError for host values on
+        CUDA.
         """
         if not isinstance(index, tuple) or len(index) != 2:
             raise ArgumentError("index: give (row, slice(a, b)) or (rows, positions)")
         row, where = index
         if isinstance(where, slice):
-            self._write_run(row, where, values)
+            rows, positions = self._run(row, where)
         else:
-            self._write_entries(row, where, values)
+            rows = self._ids(row, "index[0]", 0, self.size)
+            positions = self._ids(where, "index[1]", 0, self.max_context_len - 1)
+        new = self._ids(values, "values", -(2**31), 2**31 - 1)
+        if isinstance(where, slice) and new.shape[0] != positions.shape[0]:
+            raise ArgumentError(
+                f"values: give one slot per position of the slice, {positions.shape[0]}, not {new.shape[0]}"
+            )
+        sizes = [rows.shape[0], positions.shape[0], new.shape[0]]
+        n = max(sizes) if all(sizes) else 0
+        if any(size not in (1, n) for size in sizes):
+            raise ArgumentError(f"index and values: {sizes} rows, positions and values do not fit together")
+        self._table.write_at(rows, positions, new)
 
-    def _write_run(self, row: Any, where: slice, values: Any) -> None:
+    def _run(self, row: Any, where: slice) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The row and the positions of (row, slice(a, b))."""
         at = host_ids(row, "index[0]")
         if at.size != 1:
             raise ArgumentError("index: a slice goes with one row")
         require_range(at, 0, self.size, "index[0]", "rows")
-        begin, end = self._bounds(where)
-        new = self._values(values)
-        if new.numel() != end - begin:
-            raise ArgumentError(
-                f"values: give {end - begin} slots for positions {begin} to {end}, not {new.numel()}"
-            )
-        with self._lock:
-            self.req_to_token[int(at[0]), begin:end] = new
-
-    def _bounds(self, where: slice) -> tuple[int, int]:
         begin = number(0 if where.start is None else where.start, "index[1]")
         end = number(self.max_context_len if where.stop is None else where.stop, "index[1]")
         if number(1 if where.step is None else where.step, "index[1]") != 1:
@@ -414,25 +419,15 @@ class ReqToTokenPool:
             raise ArgumentError(
                 f"index: the slice leaves positions 0 to {self.max_context_len}, or ends before it begins"
             )
-        return begin, end
+        return at, np.arange(begin, end)
 
-    def _write_entries(self, rows: Any, positions: Any, values: Any) -> None:
-        where = (
-            self._staging.send_ids(rows, "index[0]", 0, self.size).long(),
-            self._staging.send_ids(positions, "index[1]", 0, self.max_context_len - 1).long(),
-        )
-        new = self._values(values)
-        sizes = [len(where[0]), len(where[1]), len(new)]
-        if any(size not in (1, max(sizes)) for size in sizes):
-            raise ArgumentError(f"index and values: {sizes} rows, positions and values do not fit together")
-        with self._lock:
-            self.req_to_token.index_put_(where, new)
-
-    def _values(self, values: Any) -> torch.Tensor:
-        new = self._staging.send_ids(values, "values", -(2**31), 2**31 - 1).to(torch.int32)
-        # A view of the matrix itself is read before it is written.
-        is_own = new.untyped_storage().data_ptr() == self.req_to_token.untyped_storage().data_ptr()
-        return new.clone() if is_own else new
+    def _ids(self, ids: Any, name: str, low: int, high: int) -> Any:
+        """Ids that `DeviceTable.write_at` takes: on the device as they are, else checked, on the host."""
+        if is_unread(ids, self._staging.device):
+            return unread_ids(ids, name)
+        host = host_ids(ids, name)
+        require_range(host, low, high, name, "valid ids")
+        return host
 
     def clear(self) -> None:
         """Make every row free; what was written stays. O(rows / 64)."""
