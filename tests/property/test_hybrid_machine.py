@@ -243,11 +243,10 @@ def test_rows_and_blocks(device: str) -> None:
 
 
 class LeavesStates(KVCacheManager):
-    def release_request(self, slot: int) -> None:
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         tables = [row for group in self._groups for row in group.rows()]
-        regions, self._regions = self._regions, kernels.Regions.of(tables, self.device)
-        super().release_request(slot)
-        self._regions = regions
+        self._release = self._admission = kernels.Regions.of(tables, self.device)
 
 
 class LeavesTables(KVCacheManager):
