@@ -20,8 +20,8 @@ import torch
 from pagoda.compat._words import in_words
 from pagoda.compat.tokens import HostTokens, host_tokens, require_range
 from pagoda.errors import ArgumentError, CapacityError, InvariantError, OutOfRangeError, UsageError
-from pagoda.layout.numbers import count
-from pagoda.pools.arguments import AnyIds, number
+from pagoda.layout._numbers import count
+from pagoda.pools._arguments import AnyIds, number
 from pagoda.tree import Lease, Match, PrefixTree
 
 __all__ = ["PrefixCacheManager"]

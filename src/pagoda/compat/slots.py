@@ -9,8 +9,8 @@ import numpy as np
 
 from pagoda.errors import AlreadyHeldError, CapacityError, InvariantError, NotHeldError
 from pagoda.ids import FreeList
-from pagoda.layout.numbers import count
-from pagoda.pools.arguments import one_id
+from pagoda.layout._numbers import count
+from pagoda.pools._arguments import one_id
 
 __all__ = ["SlotAllocator"]
 

@@ -13,7 +13,7 @@ from pagoda.compat.blocks import BlockAllocator
 from pagoda.errors import CapacityError, ConfigError, InvariantError, NotHeldError
 from pagoda.ids import FreeList
 from pagoda.pools import DeviceTable, Staging
-from pagoda.pools.arguments import AnyIds, host_ids
+from pagoda.pools._arguments import AnyIds, host_ids
 from pagoda.tables import PageTable
 
 __all__ = ["BlockTable", "GroupBlocks"]
@@ -168,9 +168,9 @@ class BlockTable:
         if not self._leaving:
             self.free.pass_fence(self._fence)
 
-    def mem_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes on the device."""
-        return self._device.mem_bytes()
+        return self._device.memory_bytes()
 
     def check(self, running: list[int], acquired: frozenset[int]) -> None:
         """Verify invariants 1 to 6 and 18 while these rows run and callers hold the acquired blocks.

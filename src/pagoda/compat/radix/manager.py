@@ -31,9 +31,9 @@ from pagoda.errors import (
     UsageError,
 )
 from pagoda.ids import FreeList
-from pagoda.layout.numbers import count
+from pagoda.layout._numbers import count
 from pagoda.pools import Staging
-from pagoda.pools.arguments import AnyIds, number, refuse_capture
+from pagoda.pools._arguments import AnyIds, number, refuse_capture
 from pagoda.tree import Lease, PrefixTree
 
 __all__ = ["RadixCacheHandle", "RadixCacheManager"]
