@@ -76,13 +76,12 @@ def exact(value: Any, name: str) -> Fraction:
 
 
 def num_bytes(value: Any, name: str = "memory") -> int:
-    """Bytes from a number or from text: '80GiB', '1.5 GB', '512M'.
+    """Bytes from an integer or from text: '80GiB', '1.5 GB', '512M'.
 
-    'GiB' and a bare 'G' are 2^30, 'GB' is 10^9, as for the other letters. A fraction of a byte is cut off.
-    Errors: ConfigError.
+    'GiB' and a bare 'G' are 2^30, 'GB' is 10^9, as for the other letters. Errors: ConfigError.
     """
     if not isinstance(value, str):
-        return int(exact(value, name))
+        return count(value, name, low=0)
     found = _AMOUNT.fullmatch(value.strip())
     if found is None:
         raise ConfigError(f"{name}: {show(value)} is no size: write for example 80GiB, 1.5GB or 512M")
