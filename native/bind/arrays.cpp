@@ -101,7 +101,8 @@ nb::object view_int32(nb::handle owner, int32_t* data, int64_t size) {
 }
 
 int64_t to_int(nb::handle value, const char* name, int64_t low, int64_t high) {
-  if (is_bool(value)) refuse(name, "give an integer, not " + (PyBool_Check(value.ptr()) ? "bool" : "a bool " + kind_of(value)));
+  if (is_bool(value))
+    refuse(name, "give an integer, not " + (PyBool_Check(value.ptr()) ? "bool" : "a bool " + kind_of(value)));
   nb::object index = nb::steal(PyNumber_Index(value.ptr()));
   if (!index.is_valid()) {
     forgive();
