@@ -10,7 +10,7 @@ SOURCE = Path(pagoda.__file__).parent
 
 # In the order of docs/layers.md; `pagoda` itself re-exports everything but the command line.
 ROOMS = [
-    "errors", "layout", "_native", "ids", "tables", "tree", "manager", "kernels", "pools", "attention", "hf",
+    "errors", "_native", "layout", "ids", "tables", "tree", "manager", "kernels", "pools", "attention", "hf",
     "compat", "pagoda", "cli", "__main__",
 ]  # fmt: skip
 TORCH_FREE = {"errors", "layout", "ids", "tables", "tree", "manager"}
