@@ -244,7 +244,7 @@ def wishes_of(layout: Layout, mix: Any, chunk: int, num_checkpoints: int, in_fli
             # which the request would get anyway; several pages of one request cost a page's worth each.
             pages = min(more // enough, steps * chunk // min(enough + 1, size))
             ways.append(way(partial(peak, reading, lag=steps), pages))
-            # Or each request is charged a page more; the rest of the chunk takes what it takes in one request.
+            # Or each request has a page more; the rest of the chunk takes what it takes in one request.
             if more >= enough:
                 rest = peak(reading, endless, steps * chunk) - base - 1
                 ways.append(way(partial(peak, reading, lag=steps + enough), rest))

@@ -162,9 +162,9 @@ class StateGroup:
 def steps_held(in_flight: int) -> int:
     """Steps whose tokens a request holds beyond the commit by which it last gave up pages. O(1).
 
-    When step t is reserved, step t − 1 − in_flight has passed its fence. Pages that a commit gives up wait for
-    the last step taken before it: the commits that count are those made up to then, and they were of steps
-    up to t − 1 − 2 in_flight. Errors: ConfigError.
+    When step t is reserved, the fence of step t − 1 − in_flight has passed. Pages that a commit gives up wait
+    for the last step taken before it, so those of the commits made right after that step are free: commits
+    of steps up to t − 1 − 2 in_flight. Errors: ConfigError.
     """
     return 2 * count(in_flight, "in_flight", low=0) + 1
 

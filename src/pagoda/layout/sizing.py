@@ -70,8 +70,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class Running:
-    """How an engine runs requests: tokens of prefill per step, checkpoints per request, steps in flight; as in
-    `Layout.divide`. Errors: ConfigError."""
+    """How an engine runs requests, as in `Layout.divide`: tokens of prefill per step, checkpoints per
+    request, steps in flight. Errors: ConfigError."""
 
     chunk: int
     checkpoints: int
@@ -165,11 +165,8 @@ class _Bound:
         return max(self.longest, math.ceil(requests * self.mean)) + self.once
 
     def requests_for(self, units: int) -> Fraction:
-        return (
-            max(Fraction(0), (units - self.once) / self.mean)
-            if units >= self.longest + self.once
-            else Fraction(0)
-        )
+        is_enough = units >= self.longest + self.once
+        return (units - self.once) / self.mean if is_enough else Fraction(0)
 
 
 @dataclass(frozen=True)
