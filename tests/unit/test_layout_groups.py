@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import pytest
 
+from pagoda._native import first_live_token
 from pagoda.errors import ArgumentError, ConfigError, PagodaError
 from pagoda.layout import (
     CompressedAttention,
@@ -227,6 +228,26 @@ class TestPageSizes:
         assert group.page_bytes == group.unit_bytes == 2 * 32
         assert group.token_bytes == Fraction(64, 3)
         assert group.unpadded_token_bytes == 20
+
+
+class TestFirstLiveToken:
+    def test_by_hand(self):
+        # Whole steps of 8: with 8 to 15 committed a query of 5 still reads from 4 on, with 16 from 12 on.
+        assert [first_live_token(n, 5, 8) for n in (0, 7, 8, 15, 16, 23, 24)] == [0, 0, 0, 0, 8, 8, 16]
+        # A window of 1 reads nothing before the next token; one of 9 all of the step before.
+        assert [first_live_token(n, 1, 8) for n in (7, 8, 16)] == [0, 8, 16]
+        assert [first_live_token(n, 9, 8) for n in (16, 17, 24)] == [8, 8, 16]
+        assert [first_live_token(n, 10, 8) for n in (16, 17, 24)] == [0, 0, 8]
+        assert first_live_token(20, 4, 3) == 15
+        assert first_live_token(2**62, 2, 2**62) == 0
+        assert first_live_token(2**62, 2, 1) == 2**62 - 1
+
+    @pytest.mark.parametrize(
+        "bad", [(-1, 1, 1), (0, 0, 1), (0, 1, 0), (2**63, 1, 1), (0, None, 1), (0, 1, 1.5)]
+    )
+    def test_numbers_that_are_none(self, bad):
+        with pytest.raises(ArgumentError, match=r"committed|window|resume_step"):
+            first_live_token(*bad)
 
 
 class TestOneRequest:

@@ -231,7 +231,8 @@ class Layout:
         Step t: reserve its tokens, at most one per request, except that some requests may share `chunk`
         tokens of prefill in any way; take the step; then commit the tokens of step t − `in_flight` and pass
         its fence. 0 is an engine that waits for each step. A request counts from its admission until the
-        fence passes that its release waits for.
+        fence passes that its release waits for. Tokens that are computed again although they are cached take
+        more (docs/layouts.md).
 
         O(lengths × groups × log memory). Errors: ConfigError, also when the longest of the mix does not fit
         by itself."""
