@@ -31,7 +31,7 @@ FEW = settings(max_examples=60, deadline=None)
 
 
 def reading_of(group: PagedGroup) -> Reading:
-    return Reading(group.page_tokens, group.pages.window, group.pages.sink_tokens, group.resume_step)
+    return Reading(group.page_tokens, group.storage.window, group.storage.sink_tokens, group.resume_step)
 
 
 FULL = FullAttention(kv_heads=1, k_dim=2, v_dim=3, dtype="fp8")
@@ -56,7 +56,11 @@ page_sizes = st.integers(1, 9)
 groups = st.one_of(
     st.builds(full_group, page_sizes),
     st.builds(
-        window_group, st.integers(1, 20), st.integers(0, 12), page_sizes, st.sampled_from([1, 2, 3, 4, 8, 12])
+        window_group,
+        st.integers(1, 20),
+        st.integers(0, 12),
+        page_sizes,
+        st.sampled_from([1, 2, 3, 4, 8, 12]),
     ),
 )
 depths = st.integers(0, 3)
@@ -235,7 +239,7 @@ def wishes_of(layout: Layout, mix: Any, chunk: int, num_checkpoints: int, in_fli
         ways = [way(lambda length, size=size: len({p // size for p in range(length)}))]  # type: ignore[misc]
         if group.window is not None:
             steps = 2 * in_flight + 1
-            endless = group.window + group.pages.sink_tokens + 3 * group.resume_step + steps * chunk + size
+            endless = group.window + group.storage.sink_tokens + 3 * group.resume_step + steps * chunk + size
             base = peak(reading, endless, steps)
             # The least tokens, beyond one per step, that take a page more; all requests get `more` of them.
             enough = next(n for n in count(1) if peak(reading, endless, steps + n) > base)
