@@ -13,6 +13,7 @@ from typing import Any
 from pagoda.errors import ArgumentError, ConfigError
 
 __all__ = [
+    "LARGEST",
     "as_integer",
     "count",
     "counted",
@@ -28,7 +29,7 @@ __all__ = [
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "p": 2**50}
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _AMOUNT = re.compile(r"([0-9]+(?:[._][0-9]+)*|\.[0-9]+)\s*([kmgtp]?)(i?b?)", re.IGNORECASE | re.ASCII)
-_LARGEST = 2**62
+LARGEST = 2**62
 
 
 def as_integer(value: Any) -> int | None:
@@ -54,7 +55,7 @@ def integer(value: Any, name: str, low: int, error: type[ConfigError] | type[Arg
 def count(value: Any, name: str, low: int = 1) -> int:
     """A size of something to be built, at least `low`, or a ConfigError that names it."""
     size = integer(value, name, low, ConfigError)
-    if size > _LARGEST:
+    if size > LARGEST:
         raise ConfigError(f"{name}: larger than any memory")
     return size
 
@@ -70,7 +71,7 @@ def exact(value: Any, name: str) -> Fraction:
         given = Fraction(whole)
     if given < 0:
         raise ConfigError(f"{name}: give 0 or more, not {show(value)}")
-    if given > _LARGEST:
+    if given > LARGEST:
         raise ConfigError(f"{name}: larger than any memory")
     return given
 
