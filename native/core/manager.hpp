@@ -33,6 +33,7 @@
 #include "core/page_math.hpp"
 #include "core/page_table.hpp"
 #include "core/prefix_tree.hpp"
+#include "core/window.hpp"
 #include "core/window_pages.hpp"
 
 namespace pagoda {
@@ -252,13 +253,9 @@ class Manager {
   void add_pages(Group& group, size_t g, int64_t number, int64_t to);
   // Forgets a prompt that went another way, or of which no more is to come.
   void compare_prompt(int64_t number, const int32_t* tokens, int64_t n);
-  // The first page of a group that is read once `committed` tokens are there: by their last whole page in the tree,
-  // whose window has to stay whole for whoever resumes there, and so by every later query. Whole pages of the tree, so
-  // that its columns stay alike.
+  // The first page of a group that is read once `committed` tokens are there.
   int64_t live_from(const Group& group, int64_t committed) const {
-    if (!group.has_window()) return 0;
-    const int64_t whole = math_.first_slot(math_.page(committed));
-    return math_.page(std::max<int64_t>(0, whole - group.spec.window + 1)) * group.num_columns;
+    return group.has_window() ? first_live_page(committed, group.spec.window, math_) * group.num_columns : 0;
   }
   // What storing pages of a row will touch is on its way; `filling_` are those that will be, the next is number i.
   void prefetch_stores(size_t i) const;

@@ -6,16 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pagoda.tables
 import pytest
 
 import pagoda
-import pagoda.tables
 
 SOURCE = Path(pagoda.__file__).parent
 
 # In the order of docs/layers.md. `pagoda` itself imports nothing before it is asked for a name.
 ROOMS = [
-    "errors", "layout", "_native", "ids", "tree", "manager", "kernels", "pools", "attention", "hf",
+    "errors", "_native", "layout", "ids", "tree", "manager", "kernels", "pools", "attention", "hf",
     "models", "compat", "pagoda", "cli", "__main__",
 ]  # fmt: skip
 TORCH_FREE = {"errors", "layout", "ids", "tree", "manager"}
