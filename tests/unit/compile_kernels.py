@@ -13,7 +13,15 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from differential.entry_layouts import ENTRIES
-from pagoda.kernels import compress_fused, entries_fused, fused, gather_fused, views_fused
+from pagoda.kernels import (
+    _casts_fused,
+    _tokens_fused,
+    compress_fused,
+    entries_fused,
+    fused,
+    gather_fused,
+    views_fused,
+)
 from pagoda.kernels.entries import Codec, Ring, Tokens
 from pagoda.kernels.regions import Regions
 from pagoda.kernels.views_reference import ViewBuffers, ViewSpec
@@ -49,7 +57,7 @@ driver.set_active(NoGpu())
 JITFunction.run = compile_only
 if CAPABILITY >= 89:  # casts as they are on such a GPU, not as on the host
     fused._spelled_out = lambda dtype, device: (0, 0, dtype)
-    entries_fused.is_spelled = compress_fused.is_spelled = lambda device: False
+    _casts_fused.is_spelled = lambda device: False
 
 
 def ints(*shape: int) -> torch.Tensor:
@@ -108,8 +116,8 @@ def entries() -> None:
     tokens = Tokens(ints(2), ints(3), ints(3))
     for entry in ENTRIES.values():
         entries_of(Codec.of(entry), entry.page_bytes(32), tokens)
-    for few in (compress_fused.FEW_TOKENS, 0):  # small batches, and large ones
-        compress_fused.FEW_TOKENS = few
+    for few in (_tokens_fused._FEW_TOKENS, 0):  # small batches, and large ones
+        _tokens_fused._FEW_TOKENS = few
         compressors(tokens)
 
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagoda.kernels._casts_fused import rounded
 from pagoda.kernels.launch import Launch
 from pagoda.kernels.reference import FP8_DTYPES
 from pagoda.kernels.regions import Regions
@@ -18,36 +19,11 @@ __all__ = [
     "copy_pages",
     "fill_rows",
     "pack",
-    "rounded",
     "set_entries",
     "store",
     "unpack",
     "write_entries",
 ]
-
-
-@triton.jit
-def rounded(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """float32 to the bits of a narrower float, to nearest even, spelled out in integers.
-
-    For Triton's interpreter, whose own cast to bfloat16 truncates and to fp8 rounds otherwise, and
-    for GPUs before 8.9, which have no cast to fp8. |x| is in the range of the narrow type, or NaN.
-    """
-    bits = x.to(tl.uint32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    DROPPED: tl.constexpr = 23 - MANTISSA
-    normal = (magnitude + ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)) >> DROPPED
-    normal = normal - ((127 - BIAS) << MANTISSA)
-    # Below the smallest normal: adding 2^k leaves, in the lowest bits, the multiple of the quantum.
-    MAGIC: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
-    lifted = magnitude.to(tl.float32, bitcast=True) + tl.full((), MAGIC, tl.uint32).to(
-        tl.float32, bitcast=True
-    )
-    subnormal = lifted.to(tl.uint32, bitcast=True) - MAGIC
-    rounded = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
-    TOP: tl.constexpr = 0x7FC0 if BIAS == 127 else 0x7F
-    SIGN_AT: tl.constexpr = 15 if BIAS == 127 else 7
-    return tl.where(magnitude > 0x7F800000, TOP, rounded) | ((bits >> 31) << SIGN_AT)
 
 
 @triton.jit
