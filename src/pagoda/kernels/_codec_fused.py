@@ -202,6 +202,8 @@ def _encode(x, C: tl.constexpr):
 @triton.jit
 def load_entries(page, at, is_read, pages, scales, ropes, C: tl.constexpr):
     """[rows, blocks, block] float32: the numbers of entries at places `at` of pages."""
+    BLOCK: tl.constexpr = C.block  # Triton takes shapes of such names, and not of fields
+    BLOCKS: tl.constexpr = C.blocks
     page = page.to(tl.int64)
     begin = page * C.page_bytes + at * C.data_bytes
     mask = is_read[:, None, None]
@@ -211,7 +213,7 @@ def load_entries(page, at, is_read, pages, scales, ropes, C: tl.constexpr):
         byte = _columns(C.block // 2, C.blocks, _STEP // 2)
         pairs = tl.load(data + byte, mask=mask & (byte < C.flat_dim // 2), other=0)
         x = tl.join(from_fp4(pairs, False), from_fp4(pairs, True))
-        x = tl.reshape(x, (x.shape[0], C.blocks, C.block))
+        x = tl.reshape(x, (x.shape[0], BLOCKS, BLOCK))
     else:
         x = tl.load(data + column, mask=mask & (column < C.flat_dim), other=0)
         x = wide(x, C.is_spelled) if C.is_plain else from_fp8(x, C.is_spelled)
@@ -253,6 +255,8 @@ def take(token, is_token, values, stride, C: tl.constexpr):
 @triton.jit
 def store_at(page, at, is_written, x, pages, scales, ropes, C: tl.constexpr):
     """Write numbers to entries at places `at` of pages; bytes of scales that hold none become 0."""
+    BLOCK: tl.constexpr = C.block  # Triton takes shapes of such names, and not of fields
+    BLOCKS: tl.constexpr = C.blocks
     page = page.to(tl.int64)
     begin = page * C.page_bytes + at * C.data_bytes
     mask = is_written[:, None, None]
@@ -265,7 +269,7 @@ def store_at(page, at, is_written, x, pages, scales, ropes, C: tl.constexpr):
         codes, kept = _encode(tl.where(column < C.flat_dim, x, 0.0), C)
         if C.is_fp4:
             byte = _columns(C.block // 2, C.blocks, _STEP // 2)
-            low, high = tl.split(tl.reshape(codes, (codes.shape[0], C.blocks, C.block // 2, 2)))
+            low, high = tl.split(tl.reshape(codes, (codes.shape[0], BLOCKS, BLOCK // 2, 2)))
             pairs = ((low & 15) + (high << 4)).to(tl.uint8)
             tl.store(to + byte, pairs, mask=mask & (byte < C.flat_dim // 2))
         else:

@@ -69,7 +69,8 @@ def _store(
     RATIO: tl.constexpr, RING: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     # Into rings where RING > 0, else into pages at the ends of blocks of RATIO tokens.
-    first = (tl.program_id(0) * C.rows + tl.arange(0, C.rows)) * group
+    ROWS: tl.constexpr = C.rows
+    first = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)) * group
     is_first = first < num_tokens
     request = tl.load(request_ids + first, mask=is_first, other=-1)
     position = tl.load(positions + first, mask=is_first, other=-1)
@@ -79,7 +80,7 @@ def _store(
         page = row * RING + position % RING
         tl.store(ring_positions + page, position, mask=is_written)
         x = take(first, is_written, values, stride, C)
-        store_at(page, tl.zeros((C.rows,), tl.int32), is_written, x, pages, scales, ropes, C)
+        store_at(page, tl.zeros((ROWS,), tl.int32), is_written, x, pages, scales, ropes, C)
     else:
         # Where a group, of at most RATIO tokens, is of one request, at most one ends a block, and its place
         # is known: so a program has C.rows entries to write. The tokens of other groups are taken one by one.
@@ -139,6 +140,9 @@ def _gather(
     WINDOW: tl.constexpr, SCAN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     # A program fills tiles × C.rows places of one token, or of one request: `whose`.
+    ROWS: tl.constexpr = C.rows
+    BLOCKS: tl.constexpr = C.blocks
+    BLOCK: tl.constexpr = C.block
     whose = tl.program_id(0) // num_chunks
     chunk_at = tl.program_id(0) % num_chunks
     is_first = chunk_at == 0
@@ -163,8 +167,8 @@ def _gather(
         if is_first:
             tl.store(lens + whose, before + number)
     for tile in range(tiles if IS_SEARCH else 1):
-        begin = (chunk_at * tiles + tile) * C.rows
-        at = begin + tl.arange(0, C.rows)
+        begin = (chunk_at * tiles + tile) * ROWS
+        at = begin + tl.arange(0, ROWS)
         is_at = at < width
         to = whose.to(tl.int64) * width + at
         if WHAT == _CHOSEN:
@@ -179,13 +183,13 @@ def _gather(
         elif WHAT == _WINDOWS:
             wanted = position + 1 - visible + at
             page, is_read = _ring_place(row, wanted, at < visible, ring_positions, RING)
-            in_page = tl.zeros((C.rows,), tl.int32)
+            in_page = tl.zeros((ROWS,), tl.int32)
         if WHAT == _CHUNK:
-            x = tl.zeros((C.rows, C.blocks, C.block), tl.float32)
+            x = tl.zeros((ROWS, BLOCKS, BLOCK), tl.float32)
             if begin < before:
                 page, is_read = _ring_place(row, start - before + at, at < before, ring_positions, RING)
-                x = load_entries(page, tl.zeros((C.rows,), tl.int32), is_read, pages, scales, ropes, C)
-            if begin + C.rows > before:
+                x = load_entries(page, tl.zeros((ROWS,), tl.int32), is_read, pages, scales, ropes, C)
+            if begin + ROWS > before:
                 in_chunk = at - before
                 is_new = (in_chunk >= 0) & (in_chunk < number)
                 new = take(first + in_chunk, is_new, chunk, stride, C)
