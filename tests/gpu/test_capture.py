@@ -8,7 +8,7 @@ import torch
 
 import pagoda
 from pagoda import CaptureError, DeviceTable, Staging, StatePart, StatePool, TokenPool
-from pagoda.kernels import fused
+from pagoda.kernels import _pages_fused, _store_fused
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +49,7 @@ def test_a_call_of_any_size_compiles_for_captures_of_any_other():
     def variants() -> int:
         return sum(
             len(caches[0])
-            for kernel in (fused._store, fused._move_pages)
+            for kernel in (_store_fused._store, _pages_fused._move_pages)
             for caches in kernel.device_caches.values()
         )
 

@@ -155,7 +155,7 @@ def _columns(BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STEP: tl.constexpr):
 @triton.jit
 def _scale_of(largest, C: tl.constexpr):
     """The scale of blocks by their largest number: what is kept, and what numbers are multiplied by."""
-    largest = tl.minimum(tl.maximum(largest, C.least), 3.4028234663852886e38)
+    largest = tl.maximum(largest, C.least)
     if C.has_float_scales:
         scale = tl.div_rn(largest, C.largest)
         return scale, tl.div_rn(1.0, scale)
@@ -183,9 +183,8 @@ def _encode(x, C: tl.constexpr):
 
     Codes of fp8 are uint8, of fp4 uint32, one per number."""
     size = tl.abs(x)
-    if C.is_spelled:
-        size = tl.where(x != x, 0.0, size)  # a GPU's maximum leaves NaN out
-    largest = tl.max(size, 2)
+    # NaN and infinity do not make the scale: they leave the other numbers of their block as they are.
+    largest = tl.max(tl.where(size < float("inf"), size, 0.0), 2)
     if C.scales == 1:
         largest = tl.max(largest, 1, keep_dims=True)
     kept, inverse = _scale_of(largest, C)
