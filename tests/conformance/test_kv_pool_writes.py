@@ -16,11 +16,9 @@ from conformance.builders import (
     rows_like,
     same,
 )
-from pagoda import (
-    ArgumentError,
-    KVPool,
-    UsageError,
-)
+from pagoda import UsageError
+from pagoda.compat import KVPool
+from pagoda.errors import ArgumentError
 from pagoda.kernels import _dispatch
 
 WRITE_PATHS = ["dispatched"] if torch.cuda.is_available() else ["dispatched", "interpreted"]

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
-from pagoda.kernels import reference
+from pagoda.kernels import _reference as reference
 from pagoda.kernels._dispatch import on_device, operation, pick
-from pagoda.kernels.reference import FP8_DTYPES
-from pagoda.kernels.regions import Regions
+from pagoda.kernels._reference import FP8_DTYPES
+from pagoda.kernels._regions import Regions
 
 __all__ = [
     "FP8_DTYPES",
@@ -24,10 +24,10 @@ __all__ = [
     "on_device",
     "pack",
     "pick",
-    "set_entries",
+    "set_table",
     "store",
     "unpack",
-    "write_entries",
+    "write_table",
 ]
 
 
@@ -84,8 +84,8 @@ def copy_pages(
     return buffers[0]
 
 
-@operation("fused", reference)
-def write_entries(packed: torch.Tensor, num_writes: int, table: torch.Tensor) -> torch.Tensor:
+@operation("_fused", reference)
+def write_table(packed: torch.Tensor, num_writes: int, table: torch.Tensor) -> torch.Tensor:
     """Set entry packed[i] of a flat table to packed[num_writes + i], in one launch.
 
     packed: [≥ 2 * num_writes] int32, aligned to nothing. table: [entries] int32, contiguous. An index outside
@@ -94,14 +94,14 @@ def write_entries(packed: torch.Tensor, num_writes: int, table: torch.Tensor) ->
     return table
 
 
-@operation("fused", reference)
+@operation("_fused", reference)
 def fill_rows(regions: Regions, row: int) -> torch.Tensor:
     """Fill row `row` of each tensor with its value, in one launch that carries all of it: nothing is sent."""
     return regions.table
 
 
-@operation("fused", reference)
-def set_entries(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> torch.Tensor:
+@operation("_fused", reference)
+def set_table(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> torch.Tensor:
     """Set entry `at` of a flat table to `value` and entry `other_at` to `other`, in one launch that carries
     all of it: nothing is sent.
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from pagoda.kernels._casts_fused import rounded
-from pagoda.kernels.reference import FP8_DTYPES
+from pagoda.kernels._reference import FP8_DTYPES
 
 __all__ = ["store"]
 

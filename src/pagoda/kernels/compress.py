@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import torch
 
-from pagoda.kernels import compress_reference
+from pagoda.kernels import _compress_reference as compress_reference
 from pagoda.kernels._dispatch import operation
 from pagoda.kernels.entries import Tokens
 
 __all__ = ["compress", "push"]
 
 
-@operation("compress_fused", compress_reference)
+@operation("_compress_fused", compress_reference)
 def compress(
     tokens: Tokens,
     values: torch.Tensor,  # [T, C], C = dim, or 2 × dim where blocks overlap
@@ -41,7 +41,7 @@ def compress(
     return out
 
 
-@operation("compress_fused", compress_reference)
+@operation("_compress_fused", compress_reference)
 def push(
     tokens: Tokens,
     values: torch.Tensor,

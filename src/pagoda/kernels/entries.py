@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from pagoda.errors import ConfigError
-from pagoda.kernels import entries_reference
+from pagoda.kernels import _entries_reference as entries_reference
 from pagoda.kernels._dispatch import operation
 from pagoda.layout.entries import DTYPES, Entry
 
@@ -154,7 +154,7 @@ class Codec:
         return _LARGEST[self.flat_dtype][1]
 
 
-@operation("entries_fused", entries_reference)
+@operation("_entries_fused", entries_reference)
 def store_window(
     codec: Codec,
     tokens: Tokens,
@@ -168,7 +168,7 @@ def store_window(
     return ring.data
 
 
-@operation("entries_fused", entries_reference)
+@operation("_entries_fused", entries_reference)
 def store_entries(
     codec: Codec,
     tokens: Tokens,
@@ -185,7 +185,7 @@ def store_entries(
     return pages
 
 
-@operation("entries_fused", entries_reference)
+@operation("_entries_fused", entries_reference)
 def gather_chosen(
     codec: Codec,
     tokens: Tokens,
@@ -204,7 +204,7 @@ def gather_chosen(
     return pages
 
 
-@operation("entries_fused", entries_reference)
+@operation("_entries_fused", entries_reference)
 def gather_all(
     codec: Codec,
     tokens: Tokens,
@@ -222,7 +222,7 @@ def gather_all(
     return pages
 
 
-@operation("entries_fused", entries_reference)
+@operation("_entries_fused", entries_reference)
 def gather_windows(
     codec: Codec,
     tokens: Tokens,
@@ -238,7 +238,7 @@ def gather_windows(
     return ring.data
 
 
-@operation("entries_fused", entries_reference)
+@operation("_entries_fused", entries_reference)
 def gather_chunk(
     codec: Codec,
     tokens: Tokens,
