@@ -182,9 +182,11 @@ def _encode(x, C: tl.constexpr):
     """[rows, blocks, block] codes of the flat format, and [rows, scales] scales, of numbers.
 
     Codes of fp8 are uint8, of fp4 uint32, one per number."""
-    size = tl.abs(x)
-    # NaN and infinity do not make the scale: they leave the other numbers of their block as they are.
-    largest = tl.max(tl.where(size < float("inf"), size, 0.0), 2)
+    # NaN and infinity do not make the scale: they leave the other numbers of their block as they are. Twice the
+    # bits, without the sign, order numbers by size, and 2^24 more wraps what is not finite round to the lowest.
+    order = (x.to(tl.uint32, bitcast=True) << 1) + 0x01000000
+    order = tl.maximum(tl.max(order, 2), 0x01000000)
+    largest = ((order - 0x01000000) >> 1).to(tl.float32, bitcast=True)
     if C.scales == 1:
         largest = tl.max(largest, 1, keep_dims=True)
     kept, inverse = _scale_of(largest, C)

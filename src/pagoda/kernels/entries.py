@@ -18,7 +18,7 @@ import torch
 from pagoda.errors import ConfigError
 from pagoda.kernels import _entries_reference as entries_reference
 from pagoda.kernels._dispatch import operation
-from pagoda.layout.entries import DTYPES, Entry
+from pagoda.layout._entries import DTYPES, Entry
 
 __all__ = [
     "Codec",
