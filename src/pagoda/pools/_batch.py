@@ -27,7 +27,7 @@ Array = TypeVar("Array", torch.Tensor, npt.NDArray[Any])
 
 
 class Declared(NamedTuple):
-    """A buffer. `length`: one entry for each of the batch's rows, tokens or page indices, and `extra` more."""
+    """A buffer. `length`: one entry per row, token or page index of the batch, and `extra` more."""
 
     length: str
     dtype: torch.dtype
@@ -106,7 +106,7 @@ class BatchBuffers:
         self._at = self.addresses()
         self._host: dict[str, npt.NDArray[Any]] | None = None
         if device.type == "cuda":
-            fused = kernels.pick_batch(device)
+            fused = kernels.triton_module("_batch_fused")
             with kernels.on_device(device):
                 self._prepared = fused.prepare(
                     [
@@ -157,7 +157,7 @@ class BatchBuffers:
         num_rows, rows, lengths, starts = found
         assert sent is not None
         with kernels.on_device(self.device):
-            kernels.pick_batch(self.device).fill(
+            kernels.triton_module("_batch_fused").fill(
                 self._prepared,
                 table,
                 table.shape[0] // sum(geometry.max_pages for geometry in self.geometries.values()),
