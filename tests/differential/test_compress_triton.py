@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pagoda.kernels import compress_reference
 from pagoda.kernels.entries import Tokens
+from profiles import examples
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
     compress_fused = pytest.importorskip("pagoda.kernels.compress_fused", reason="needs triton")
@@ -19,8 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(
-    max_examples=60 if DEVICE == "cuda" else 25,
-    deadline=None,
+    max_examples=examples(60 if DEVICE == "cuda" else 25),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 NUM_ROWS = 4

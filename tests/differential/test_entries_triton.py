@@ -13,14 +13,14 @@ from differential.entry_layouts import ENTRIES
 from pagoda.kernels import entries_reference
 from pagoda.kernels.entries import Codec, Ring, Tokens
 from pagoda.kernels.entries_reference import decode, encode
+from profiles import examples
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
     entries_fused = pytest.importorskip("pagoda.kernels.entries_fused", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(
-    max_examples=30 if DEVICE == "cuda" else 20,
-    deadline=None,
+    max_examples=examples(30 if DEVICE == "cuda" else 20),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 # As in production, and as large batches are treated, on small ones.

@@ -35,12 +35,12 @@ from pagoda import (
     TokenToKVPoolAllocator,
     UsageError,
 )
+from profiles import examples
 
 # 120 examples of up to 50 steps: some 4,000 steps a machine, in two to five seconds.
 SETTINGS = settings(
-    max_examples=120,
+    max_examples=examples(120),
     stateful_step_count=50,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pagoda import CapacityError, FreeList, NotHeldError, OutOfRangeError, PageTable, PagodaError
+from profiles import examples
 
 PAGE_SIZES = [1, 2, 16, 64]
-RUNS = settings(max_examples=60, stateful_step_count=60, deadline=None)
+RUNS = settings(max_examples=examples(60), stateful_step_count=60)
 
 
 class FreeListMachine(RuleBasedStateMachine):

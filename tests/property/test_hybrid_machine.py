@@ -31,12 +31,12 @@ from pagoda import (
     UsageError,
     kernels,
 )
+from profiles import examples
 from property.test_reentrancy import sweep
 
 SETTINGS = settings(
-    max_examples=80,
+    max_examples=examples(80),
     stateful_step_count=50,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 

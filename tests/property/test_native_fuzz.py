@@ -11,7 +11,7 @@ NATIVE = Path(__file__).parents[2] / "native"
 COMPILER = os.environ.get("CXX", "g++")
 
 
-pytestmark = pytest.mark.xdist_group("fuzz")  # built once
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("fuzz")]  # built once
 
 
 # A program of native/fuzz and the files of native/core it runs.

@@ -10,6 +10,8 @@ import pytest
 
 import pagoda
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 COMPILER = os.environ.get("CXX", "g++")
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"

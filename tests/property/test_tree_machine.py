@@ -18,10 +18,11 @@ from pagoda.errors import (
 )
 from pagoda.tree import PrefixTree
 from pagoda.tree.twin import PrefixTwin
+from profiles import examples
 from property.tree_machine import MOST_PAGES, TreeMachine, keys, lists, namespaces, rests, symbols
 from property.tree_model import HOLE, Gone, Pages
 
-RUNS = settings(max_examples=60, stateful_step_count=60, deadline=None)
+RUNS = settings(max_examples=examples(60), stateful_step_count=60)
 MOST_LEASES, MOST_MATCHES = 5, 6
 
 

@@ -6,34 +6,29 @@ writing or run off the page. What is not printable is escaped, and everything is
 
 from __future__ import annotations
 
-import functools
-import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+
+import wcwidth
 
 __all__ = ["clip", "columns_of", "decode", "name_label", "page_label", "rank_label", "token_label"]
 
 ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\\": "\\\\", '"': '\\"'}
-MARKS = ("Mn", "Me")  # accents: written on top of the character before
 MARKS_IN_A_ROW = 2  # accents above accents reach into the lines around them
-
-
-@functools.lru_cache(4096)
-def _columns_of_one(c: str) -> int:
-    if unicodedata.category(c) in MARKS:
-        return 0
-    return 2 if unicodedata.east_asian_width(c) in "WF" else 1
 
 
 def columns_of(text: str) -> int:
     """How many columns of a terminal a text takes: two for wide characters, none for marks. O(text)."""
-    return len(text) if text.isascii() else sum(map(_columns_of_one, text))
+    return len(text) if text.isascii() else wcwidth.width(text)
 
 
 def clip(pieces: Iterable[str], columns: int, has_more: bool = False, more: str = "…") -> str:
-    """As many whole pieces as fit into so many columns, then `more` where some are missing. O(columns)."""
+    """As many whole pieces as fit into so many columns, then `more` where some are missing. O(columns).
+
+    The pieces of a str are its characters as a reader sees them: one with its accents, both halves of a flag.
+    """
     kept: list[str] = []
     room = columns
-    for piece in pieces:
+    for piece in wcwidth.iter_graphemes(pieces) if isinstance(pieces, str) else pieces:
         kept.append(piece)
         room -= columns_of(piece)
         if room < 0:
@@ -47,20 +42,26 @@ def clip(pieces: Iterable[str], columns: int, has_more: bool = False, more: str 
 
 
 def _escaped(text: str) -> Iterable[str]:
-    """One piece a character. Of what Unicode calls not printable (controls, marks of direction, lone
-    surrogates, line separators) the number is written."""
-    marks = 0
-    for c in text:
-        marks = marks + 1 if unicodedata.category(c) in MARKS else 0
-        if c in ESCAPES:
-            yield ESCAPES[c]
-        elif c.isprintable() and marks <= MARKS_IN_A_ROW:
-            yield c
-        else:
-            code = ord(c)
-            yield (
-                f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-            )
+    """One piece per character with its marks. What Unicode calls not printable (controls, marks of direction,
+    lone surrogates, line separators) is written as its number, and so is a mark without a character below."""
+    for cluster in wcwidth.iter_graphemes(text):
+        piece, room = "", 0  # for more marks on the last character
+        for c in cluster:
+            is_mark = wcwidth.wcwidth(c) == 0
+            if c.isprintable() and c not in ESCAPES and (room or not is_mark):
+                piece += c
+                room = room - 1 if is_mark else MARKS_IN_A_ROW
+                continue
+            if piece:
+                yield piece
+            yield ESCAPES.get(c) or _number(ord(c))
+            piece, room = "", 0
+        if piece:
+            yield piece
+
+
+def _number(code: int) -> str:
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def decode(read: Callable[[list[int]], object] | None, tokens: Sequence[int]) -> str | None:
