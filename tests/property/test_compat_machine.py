@@ -699,15 +699,18 @@ class Tracks(Machine):
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16, 64])
+@pytest.mark.hypothesis
 def test_slots(device: str, page_size: int) -> None:
     run_state_machine_as_test(lambda: Slots(device, page_size), settings=SETTINGS)
 
 
 @pytest.mark.parametrize("machine", [Rows, Blocks, Tracks], ids=lambda it: it.__name__)
+@pytest.mark.hypothesis
 def test_ids(device: str, machine: Callable[[str], Machine]) -> None:
     run_state_machine_as_test(lambda: machine(device), settings=SETTINGS)
 
 
+@pytest.mark.hypothesis
 def test_versions() -> None:
     run_state_machine_as_test(Versions, settings=SETTINGS)
 

@@ -235,6 +235,7 @@ class Hybrid(RuleBasedStateMachine):
             assert pool.positions[0].unique().tolist() == [-1]
 
 
+@pytest.mark.hypothesis
 def test_rows_and_blocks(device: str) -> None:
     run_state_machine_as_test(lambda: Hybrid(device), settings=SETTINGS)
 
