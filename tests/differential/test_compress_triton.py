@@ -195,7 +195,7 @@ def test_scores_that_are_all_masked_give_zeros():
 @pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")  # numpy, of what is then hidden
 @pytest.mark.parametrize(("ratio", "at"), [(4, at) for at in range(4)] + [(8, at) for at in range(8)])
 def test_a_weight_of_zero_hides_any_value(ratio: int, at: int):
-    """Whichever token has it, in whichever step of the sum it comes, alone there or not; a case per column."""
+    """Whichever token has it, in whichever step of the sum it comes, alone there or not; in columns."""
     cases = torch.cartesian_prod(
         torch.tensor([-math.inf, -3.4e38, -1e9, -200.0]), torch.tensor([math.nan, math.inf])
     )

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import wcwidth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -103,7 +102,7 @@ def one_run(**more: Any) -> HandMade:
     return HandMade([top, node(1, top, [1, 2, 3, 4], [1], **more)])
 
 
-columns = wcwidth.width
+columns = pytest.importorskip("wcwidth", reason="needs wcwidth").width
 
 
 def rendered(tree: Any, colours: str | None = None, **more: Any) -> str:

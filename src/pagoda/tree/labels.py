@@ -6,19 +6,24 @@ writing or run off the page. What is not printable is escaped, and everything is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
-
-import wcwidth
 
 __all__ = ["clip", "columns_of", "decode", "name_label", "page_label", "rank_label", "token_label"]
 
 ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\\": "\\\\", '"': '\\"'}
+# Latin letters, punctuation, arrows, mathematics, boxes: one column each, whatever stands beside them.
+PLAIN = re.compile("[ -~\u00a1-\u00ac\u00ae-\u02ff\u2010-\u2027\u2190-\u22ff\u2500-\u259f]*")
 MARKS_IN_A_ROW = 2  # accents above accents reach into the lines around them
 
 
 def columns_of(text: str) -> int:
     """How many columns of a terminal a text takes: two for wide characters, none for marks. O(text)."""
-    return len(text) if text.isascii() else wcwidth.width(text)
+    if PLAIN.fullmatch(text):
+        return len(text)
+    import wcwidth  # here and below: its tables are read for other text alone
+
+    return wcwidth.width(text)
 
 
 def clip(pieces: Iterable[str], columns: int, has_more: bool = False, more: str = "…") -> str:
@@ -26,9 +31,13 @@ def clip(pieces: Iterable[str], columns: int, has_more: bool = False, more: str 
 
     The pieces of a str are its characters as a reader sees them: one with its accents, both halves of a flag.
     """
+    if isinstance(pieces, str) and not PLAIN.fullmatch(pieces):
+        import wcwidth
+
+        pieces = wcwidth.iter_graphemes(pieces)
     kept: list[str] = []
     room = columns
-    for piece in wcwidth.iter_graphemes(pieces) if isinstance(pieces, str) else pieces:
+    for piece in pieces:
         kept.append(piece)
         room -= columns_of(piece)
         if room < 0:
@@ -44,6 +53,11 @@ def clip(pieces: Iterable[str], columns: int, has_more: bool = False, more: str 
 def _escaped(text: str) -> Iterable[str]:
     """One piece per character with its marks. What Unicode calls not printable (controls, marks of direction,
     lone surrogates, line separators) is written as its number, and so is a mark without a character below."""
+    if PLAIN.fullmatch(text):
+        yield from (ESCAPES.get(c, c) for c in text)
+        return
+    import wcwidth
+
     for cluster in wcwidth.iter_graphemes(text):
         piece, room = "", 0  # for more marks on the last character
         for c in cluster:
