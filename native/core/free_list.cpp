@@ -263,8 +263,8 @@ FreeList::Need FreeList::plan_growth(Ids old_lens, Ids new_lens, Ids last_slots,
   try {
     for (; r < old_lens.size; ++r) {
       if (old_lens[r] < 0 || new_lens[r] < old_lens[r]) {
-        throw BadArgument("request " + text(r) + " would go from " + text(old_lens[r]) + " to " + text(new_lens[r]) +
-                          " tokens: lengths are not negative and never shrink");
+        throw BadArgument("new_lens[" + text(r) + "] = " + text(new_lens[r]) + ", old_lens[" + text(r) +
+                          "] = " + text(old_lens[r]) + " tokens: lengths are not negative and never shrink");
       }
       need.tokens += new_lens[r] - old_lens[r];
       need.pages += pages.pages_for(new_lens[r]) - pages.pages_for(old_lens[r]);

@@ -23,6 +23,7 @@
 #include "core/lazy_array.hpp"
 #include "core/page_math.hpp"
 #include "core/prefix_tree.hpp"
+#include "core/window.hpp"
 
 namespace pagoda {
 
@@ -220,13 +221,9 @@ class Manager {
   void inherit(Group& group, size_t g, int64_t parent, int64_t child);
   // Forgets a prompt that went another way, or of which no more is to come.
   void compare_prompt(int64_t number, const int32_t* tokens, int64_t n);
-  // The first page of a group that is read once `committed` tokens are there: by their last whole page in the tree,
-  // whose window has to stay whole for whoever resumes there, and so by every later query. Whole pages of the tree, so
-  // that its columns stay alike.
+  // The first page of a group that is read once `committed` tokens are there.
   int64_t live_from(const Group& group, int64_t committed) const {
-    if (!group.has_window()) return 0;
-    const int64_t whole = math_.first_slot(math_.page(committed));
-    return math_.page(std::max<int64_t>(0, whole - group.spec.window + 1)) * group.num_columns;
+    return group.has_window() ? first_live_page(committed, group.spec.window, math_) * group.num_columns : 0;
   }
   void start(int64_t number, LeaseId lease, int64_t length, int64_t reserved);
   void clear(int64_t number);

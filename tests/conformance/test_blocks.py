@@ -109,7 +109,6 @@ def test_out_of_blocks_is_a_runtime_error_too_and_survives_pickling(device: str)
         lambda ids, device: torch.tensor(ids, dtype=torch.int32, device=device),
         lambda ids, device: torch.tensor(ids, dtype=torch.int64, device=device),
         lambda ids, device: torch.tensor([ids, ids], device=device).t()[:, 0],
-        lambda ids, device: torch.tensor([ids], device=device),
     ],
     ids=[
         "list",
@@ -121,7 +120,6 @@ def test_out_of_blocks_is_a_runtime_error_too_and_survives_pickling(device: str)
         "device 32",
         "device 64",
         "strided",
-        "2-D",
     ],
 )
 def test_release_takes_a_tensor_on_any_device_or_a_sequence_of_ints(

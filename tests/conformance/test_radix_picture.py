@@ -1,5 +1,6 @@
 """contracts/radix.md: `root_node`, and the picture of it."""
 
+import doctest
 import inspect
 import io
 import sys
@@ -297,3 +298,11 @@ def test_slots_of_pages_are_consecutive(device: str, page_size: int) -> None:
     wanted = [*range(7 * page_size, 8 * page_size), *range(3 * page_size, 4 * page_size)]
     assert node.slots.tolist() == wanted
     assert match(manager, [1, 2])[1] == [7, 3]
+
+
+def test_the_docstring_shows_what_is_printed() -> None:
+    (example,) = doctest.DocTestFinder(recurse=False).find(
+        print_radix_tree, globs={"RadixCacheManager": RadixCacheManager, "print_radix_tree": print_radix_tree}
+    )
+    results = doctest.DocTestRunner().run(example)
+    assert (results.failed, results.attempted) == (0, 4)

@@ -15,6 +15,7 @@ from profiles import examples
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
     fused = pytest.importorskip("pagoda.kernels._fused", reason="needs triton")
+    from pagoda.kernels import _pages_fused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(
@@ -52,7 +53,7 @@ def test_copies_of_pages_agree(data: st.DataObject):
     offset = data.draw(st.integers(0, 1))  # as a part of a delta, ids are aligned to nothing
     ids = torch.tensor([0] * offset + source + target, dtype=dtype)
     n = len(source)
-    for kernels, device in ((fused, DEVICE), (reference, "cpu")):
+    for kernels, device in ((_pages_fused, DEVICE), (reference, "cpu")):
         mine, there = [buffer.to(device, copy=True) for buffer in buffers], ids.to(device)
         addresses = torch.tensor([buffer.data_ptr() for buffer in mine], device=device)
         kernels.copy_pages(there[offset : offset + n], there[offset + n :], mine, addresses)

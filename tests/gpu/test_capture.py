@@ -9,7 +9,7 @@ import torch
 import pagoda
 from pagoda import StatePool, TokenPool
 from pagoda.errors import CaptureError
-from pagoda.kernels import _fused as fused
+from pagoda.kernels import _pages_fused, _store_fused
 from pagoda.pools import DeviceTable, Staging, StateSpec
 
 pytestmark = pytest.mark.gpu
@@ -51,7 +51,7 @@ def test_a_call_of_any_size_compiles_for_captures_of_any_other():
     def variants() -> int:
         return sum(
             len(caches[0])
-            for kernel in (fused._store, fused._move_pages)
+            for kernel in (_store_fused._store, _pages_fused._move_pages)
             for caches in kernel.device_caches.values()
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import ArgumentError, OutOfRangeError
+from pagoda.layout._numbers import as_integer
 
 __all__ = [
     "HOLE",
@@ -41,10 +41,9 @@ def as_array(values: Sequence[int]) -> Ints:
 
 def as_int(value: Any, name: str, low: int, high: int) -> int:
     """An integer within bounds."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise ArgumentError(f"{name}: give an integer, not {type(value).__name__}") from None
+    number = as_integer(value)
+    if number is None:
+        raise ArgumentError(f"{name}: give an integer, not {type(value).__name__}")
     if not low <= number <= high:
         raise ArgumentError(f"{name}: give an integer from {low} to {high}")
     return number

@@ -387,15 +387,27 @@ def test_a_mix_may_fit_where_the_context_does_not(json_of, text_of):
     assert "| 0 at 128k" in fact(text_of(*asked), "requests")
 
 
+def test_windows_hold_steps_in_flight(json_of, text_of):
+    asked = ("gpt-oss-20b", "--memory", "8GiB", "--context", "4k", "--in-flight")
+    for in_flight, each in (("0", 9), ("1", 10), ("8", 10), ("9", 11)):
+        budget = json_of(*asked, in_flight)["budget"]
+        assert budget["in_flight"] == int(in_flight)
+        assert budget["requests"] == (8 * GiB // OSS_PAGE - 2) // (each + 256)
+    assert fact(text_of(*asked, "1"), "in flight") == "1 step: windows hold more pages"
+    assert "costs nothing" in fact(
+        text_of("llama-3.1-8b", "--memory", "80GiB", "--in-flight", "2"), "in flight"
+    )
+
+
 def test_windows_hold_a_chunk_besides(json_of, text_of):
     asked = ("gpt-oss-20b", "--memory", "8GiB", "--context", "4k", "--chunk")
-    for chunk in (1, 8192):
+    # 9 pages of a window; where a request gets 2 tokens of the chunk, 10, and the rest of the chunk once.
+    for chunk, each, once in ((1, 9, 0), (8192, 10, 8190 // 16)):
         units = {share["group"]: share["units"] for share in json_of(*asked, str(chunk))["budget"]["shares"]}
-        once = -(-(chunk - 1) // 16)
-        requests = (8 * GiB // OSS_PAGE - 2 - once) // (9 + 256)
+        requests = (8 * GiB // OSS_PAGE - 2 - once) // (each + 256)
         assert json_of(*asked, str(chunk))["budget"]["requests"] == requests
-        assert units["window"] >= 9 * requests + once
-    assert fact(text_of(*asked, "8k"), "chunk") == "8k tokens of prefill in flight: windows hold them besides"
+        assert units["window"] >= each * requests + once
+    assert fact(text_of(*asked, "8k"), "chunk") == "8k tokens of prefill per step: windows hold more pages"
     assert "costs nothing" in fact(text_of("llama-3.1-8b", "--memory", "80GiB", "--chunk", "8k"), "chunk")
 
 
@@ -794,6 +806,7 @@ def test_help_tells_of_every_option(capsys: pytest.CaptureFixture[str]):
         "mix",
         "checkpoints",
         "chunk",
+        "in-flight",
         "like",
         "index-dtype",
         "state-dtype",

@@ -121,8 +121,32 @@ def test_zeros_and_what_is_no_number():
     assert back[1, 0].isnan()  # and nothing else of its block
     assert back[1, 1] == 1
     assert back[1, 2:].eq(0).all()
-    assert back[2, 0] > 1e38
+    assert back[2, 0] == 448 / 256  # the largest number under the scale of 1
+    assert back[2, 1] == 1
     assert back[2, 64] == 2
+
+
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.scales])
+def test_what_is_not_finite_changes_no_other_number_of_its_block(name: str, special: float):
+    codec = Codec.of(ENTRIES[name])
+    values = numbers(40, codec.dim)
+    is_special = torch.zeros(40, codec.dim, dtype=torch.bool)
+    is_special[torch.arange(40), torch.arange(40) % codec.flat_dim] = True
+    expected, expected_scales = encode(codec, values.masked_fill(is_special, 0.0))
+    data, scales = encode(codec, values.masked_fill(is_special, special))
+    without, back = decode(codec, expected, expected_scales), decode(codec, data, scales)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(back[~is_special], without[~is_special])
+    # Itself it is the largest number under that scale, or NaN where the format has one.
+    if math.isnan(special) and codec.flat_dtype == "float8_e4m3fn":
+        assert back[is_special].isnan().all()
+        return
+    kept = scales[:, : codec.num_scales * getattr(torch, str(codec.scale_dtype)).itemsize].contiguous()
+    scale = kept.view(torch.float32) if codec.scale_dtype == "float32" else (kept.float() - 127).exp2()
+    block = torch.arange(40) % codec.flat_dim // codec.block
+    sign = -1 if special == -math.inf else 1
+    assert torch.equal(back[is_special], sign * codec.largest * scale[torch.arange(40), block])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ SOURCE = Path(pagoda.__file__).parent
 
 # In the order of docs/layers.md. `pagoda` itself imports nothing before it is asked for a name.
 ROOMS = [
-    "errors", "layout", "_native", "ids", "tables", "tree", "manager", "kernels", "pools", "attention", "hf",
+    "errors", "_native", "layout", "ids", "tables", "tree", "manager", "kernels", "pools", "attention", "hf",
     "models", "compat", "pagoda", "cli", "__main__",
 ]  # fmt: skip
 TORCH_FREE = {"errors", "layout", "ids", "tables", "tree", "manager"}

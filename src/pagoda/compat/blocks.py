@@ -24,10 +24,12 @@ class BlockAllocator:
     """
 
     def __init__(self, num_total_blocks: int, device: torch.device | str = "cuda") -> None:
-        self.num_total_blocks = count(num_total_blocks, "num_total_blocks", low=0)
-        self._staging = Staging(device)
-        self.device = device
-        self._blocks = FreeList(self.num_total_blocks, what="blocks")
+        total = count(num_total_blocks, "num_total_blocks", low=0)
+        self._become(FreeList(total, what="blocks"), Staging(device), device)
+
+    def _become(self, blocks: FreeList, staging: Staging, device: torch.device | str) -> None:
+        self.num_total_blocks, self.device = blocks.num_ids, device
+        self._blocks, self._staging = blocks, staging
 
     @property
     def num_free(self) -> int:
@@ -45,7 +47,7 @@ class BlockAllocator:
         try:
             return self._staging.send(blocks)[0]
         except BaseException:  # no memory on the device, Ctrl-C
-            self._blocks.free(blocks)
+            self.release(blocks)
             raise
 
     def acquire_host(self, n: int) -> npt.NDArray[np.int32]:

@@ -13,16 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.kernels._entries_fused import (
-    FEW_TOKENS,
-    is_last,
-    is_spelled,
-    readable,
-    row_of,
-    rows_and_stride,
-    tokens_together,
-    wide,
-)
+from pagoda.kernels import _casts_fused
+from pagoda.kernels._casts_fused import readable, wide
+from pagoda.kernels._tokens_fused import is_few, is_last, row_of, rows_and_stride, tokens_together
 
 if TYPE_CHECKING:
     from pagoda.kernels.entries import Tokens
@@ -137,15 +130,14 @@ def compress(
     num_tokens, dim = out.shape
     if num_tokens == 0:
         return
-    spelled = is_spelled(out.device)
+    spelled = _casts_fused.is_spelled(out.device)
     channels = values.shape[1]
     span = ratio * channels // dim
     half_rope = 0 if rotary is None else rotary[0].shape[1]
     block = triton.next_power_of_2(dim + dim % 2)
     # Few tokens have large programs, of which the device holds all at once, many have small ones.
-    is_few = num_tokens <= FEW_TOKENS
     is_long = span > 32
-    if is_few:
+    if is_few(num_tokens):
         numbers, num_warps = _FEW_NUMBERS, 16 if is_long else 4
     else:
         numbers, num_warps = _LONG_NUMBERS if is_long else _MANY_NUMBERS, 1
@@ -208,11 +200,11 @@ def push(
     num_tokens = tokens.positions.shape[0]
     if num_tokens == 0:
         return
-    spelled = is_spelled(state_values.device)
+    spelled = _casts_fused.is_spelled(state_values.device)
     channels = values.shape[1]
     block = min(triton.next_power_of_2(channels), _PUSH_BLOCK)
     # Of many tokens most are not kept.
-    num_pieces = triton.cdiv(channels, block) if num_tokens <= FEW_TOKENS else 1
+    num_pieces = triton.cdiv(channels, block) if is_few(num_tokens) else 1
     given, stride = rows_and_stride(values)
     given_scores, score_stride = rows_and_stride(scores)
     _push[(triton.cdiv(num_tokens, _PUSH_ROWS), num_pieces)](

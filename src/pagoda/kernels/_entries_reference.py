@@ -38,8 +38,9 @@ def encode(codec: Codec, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
         blocks = torch.zeros(n, codec.num_scales * codec.block, device=values.device)
         blocks[:, : codec.flat_dim] = flat
         blocks = blocks.view(n, codec.num_scales, codec.block)
-        largest = torch.where(blocks.isnan(), 0.0, blocks.abs()).amax(-1, keepdim=True)
-        scale = largest.clamp(codec.least, torch.finfo(torch.float32).max) / codec.largest
+        # NaN and infinity do not make the scale: they leave the other numbers of their block as they are.
+        largest = torch.where(blocks.isfinite(), blocks.abs(), 0.0).amax(-1, keepdim=True)
+        scale = largest.clamp(min=codec.least) / codec.largest
         if codec.scale_dtype == "float32":
             inverse, kept = 1 / scale, scale.flatten(1).contiguous().view(torch.uint8)
         else:  # the exponent rounded up

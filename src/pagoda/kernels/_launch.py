@@ -5,20 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 
 __all__ = ["Launch"]
 
-# A compiled kernel is launched with all its arguments since 3.3; before, without the constants.
-_TAKES_ALL = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
-
 
 class Launch:
-    """A kernel that is looked up once a device and set of constants, and then launched as it was compiled.
+    """A kernel that is looked up once per device and set of constants, and then launched as it was compiled.
 
     Triton asks every argument of every launch which variant of a kernel it needs, which costs the host more
-    than the launch. So this is for kernels of which there is one: integers in `do_not_specialize` and below
-    2^31, pointers in `do_not_specialize_on_alignment` and always of one type. Of that the caller is sure.
+    than the launch. This is for kernels with one variant: integers are in `do_not_specialize` and below 2^31,
+    pointers in `do_not_specialize_on_alignment` and always of one type. The caller makes sure of that.
     """
 
     def __init__(self, kernel: Any, **options: Any) -> None:
@@ -33,7 +29,7 @@ class Launch:
             found[grid](*args, *constants)
             return
         made = self.kernel[grid](*args, *constants, **self.options)
-        if made is not None and _TAKES_ALL:  # the interpreter makes none
+        if made is not None:  # the interpreter makes none
             self.compiled[key] = made
 
 

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from pagoda._native import first_live_token
 from pagoda.errors import ConfigError
 from pagoda.layout._entries import TensorSpec
 from pagoda.layout._kinds import Kind, Storage
-from pagoda.layout._numbers import count, show
+from pagoda.layout._numbers import LARGEST, count, show
 
-__all__ = ["PagedGroup", "StateGroup", "form_groups"]
+__all__ = ["PagedGroup", "StateGroup", "form_groups", "steps_held"]
 
 # Tokens of a page where nobody says: what most kernels take; FlashMLA takes 64.
 _USUAL_PAGE_TOKENS = {"full": 16, "window": 16, "latent": 64}
@@ -27,16 +28,22 @@ class PagedGroup:
     """Layers that keep `storage` in pages of `page_tokens` tokens: one page id is valid in all of them.
 
     A page of a group is a page in each tensor of each layer. `layers` are numbers in the model.
-    Errors: ConfigError for pages that hold no whole number of entries.
+    `resume_step` is that of the layout: windows are given up in multiples of it. Errors: ConfigError for
+    pages that hold no whole number of entries, or that do not divide `resume_step`.
     """
 
     name: str
     layers: tuple[int, ...]
     storage: Storage
     page_tokens: int
+    resume_step: int
 
     def __post_init__(self) -> None:
         count(self.page_tokens, f"page_tokens of {self.name}")
+        if count(self.resume_step, "resume_step") % self.page_tokens:
+            raise ConfigError(
+                f"resume_step: give a multiple of the page_tokens of {self.name}, {self.page_tokens}"
+            )
         if self.page_tokens % self.storage.ratio:
             raise ConfigError(
                 f"page_tokens of {self.name}: give a multiple of {self.storage.ratio}, "
@@ -89,23 +96,25 @@ class PagedGroup:
         sinks = min(-(-self.storage.sink_tokens // self.page_tokens), first)
         return (range(sinks), range(first, end)) if sinks else (range(first, end),)
 
-    def num_pages(self, length: int) -> int:
-        """Pages of a request of `length` stored tokens, once those that left its window are freed. O(1)."""
-        return sum(map(len, self.live_pages(length)))
+    def peak_units(self, length: int, step: int = 1, in_flight: int = 0) -> int:
+        """The most pages that a request holds while it grows to `length` tokens, at most `step` per step,
+        with `in_flight` steps in flight (see `Layout.divide`). O(1). Errors: ConfigError."""
+        return self.peak_pages(length, steps_held(in_flight) * count(step, "step"))
 
-    def peak_units(self, length: int, step: int = 1) -> int:
-        """The most pages a request holds while it grows to `length` tokens, `step` at a time. O(1).
+    def peak_pages(self, length: int, lag: int) -> int:
+        """The most pages that a request holds while it grows to `length` tokens, if at most `lag` of them are
+        reserved beyond the commit by which it last gave up pages. O(1). Errors: ConfigError."""
+        length = count(length, "length", low=0)
+        # What is held grows with each page, and falls where that commit completes a `resume_step`.
+        before_fall = length - (length - lag + 1) % self.resume_step
+        return max(self._held(length, lag), self._held(max(0, before_fall), lag))
 
-        Before a step the pages behind the window are freed; during it the window of its first token and the
-        step's own tokens are held, wherever they begin in a page. Errors: ConfigError.
-        """
-        length, step = count(length, "length", low=0), count(step, "step")
-        whole = -(-length // self.page_tokens)
+    def _held(self, end: int, lag: int) -> int:
+        pages = -(-end // self.page_tokens)
         if self.window is None:
-            return whole
-        held = self.window - 1 + step
-        sinks = -(-self.storage.sink_tokens // self.page_tokens)
-        return min(whole, sinks + (held + self.page_tokens - 2) // self.page_tokens + 1)
+            return pages
+        first = first_live_token(max(0, end - lag), self.window, self.resume_step) // self.page_tokens
+        return pages - first + min(first, -(-self.storage.sink_tokens // self.page_tokens))
 
     def layer_bytes(self, layer: int, length: int) -> dict[str, int]:
         """Bytes that a layer, by its number in the model, has to keep of `length` tokens, by tensor, pages
@@ -140,7 +149,7 @@ class StateGroup:
         """As `row_bytes`: what one more id costs. O(layers)."""
         return self.row_bytes
 
-    def peak_units(self, length: int, step: int = 1) -> int:
+    def peak_units(self, length: int, step: int = 1, in_flight: int = 0) -> int:
         """Rows of a request: one, however long. O(1)."""
         return 1
 
@@ -151,6 +160,16 @@ class StateGroup:
         if layer not in self.layers:
             return {}
         return {part.name: part.num_bytes for part in self.parts[self.layers.index(layer)]}
+
+
+def steps_held(in_flight: int) -> int:
+    """Steps whose tokens a request holds beyond the commit by which it last gave up pages. O(1).
+
+    When step t is reserved, the fence of step t − 1 − in_flight has passed. Pages that a commit gives up wait
+    for the last step taken before it, so those of the commits made right after that step are free: commits
+    of steps up to t − 1 − 2 in_flight. Errors: ConfigError.
+    """
+    return 2 * count(in_flight, "in_flight", low=0) + 1
 
 
 def form_groups(
@@ -183,10 +202,16 @@ def form_groups(
         count(page_tokens, "page_tokens")
     # Where attention is compressed at several ratios, a page of each ends where all have a whole entry.
     together = math.lcm(*(pages.ratio for pages in members))
-    groups: list[PagedGroup | StateGroup] = []
-    for name, pages in names.items():
-        tokens = _page_tokens(name, pages, page_tokens, together)
-        groups.append(PagedGroup(name, tuple(members[pages]), pages, tokens))
+    sizes = {name: _page_tokens(name, pages, page_tokens, together) for name, pages in names.items()}
+    resume_step = math.lcm(*sizes.values())
+    if resume_step > LARGEST:
+        raise ConfigError(
+            "page_tokens: the groups' pages end nowhere together: give sizes that divide each other"
+        )
+    groups: list[PagedGroup | StateGroup] = [
+        PagedGroup(name, tuple(members[pages]), pages, sizes[name], resume_step)
+        for name, pages in names.items()
+    ]
     if states:
         parts = tuple(tuple(part for kind in kinds for part in kind.state) for kinds in states.values())
         checkpoint_bytes = sum(kind.checkpoint_bytes for kinds in states.values() for kind in kinds)

@@ -3,7 +3,6 @@ lengths."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -14,7 +13,7 @@ from pagoda.errors import ArgumentError, ConfigError
 from pagoda.layout._groups import PagedGroup, StateGroup, form_groups
 from pagoda.layout._kinds import Kind, SharedAttention, Storage
 from pagoda.layout._numbers import count, integer
-from pagoda.layout._sizing import Budget, Mix, divide, longest_request, max_requests, memory_for
+from pagoda.layout._sizing import Budget, Mix, Running, divide, longest_request, max_requests, memory_for
 
 __all__ = ["Layout", "Need"]
 
@@ -154,18 +153,18 @@ class Layout:
         """
         return sum((g.token_bytes for g in self.paged_groups if g.window is None), Fraction(0))
 
-    def request_bytes(self, length: int, step: int = 1) -> int:
-        """The most bytes that a request of `length` tokens holds while it grows by `step` at a time.
-        O(groups).
+    def request_bytes(self, length: int, step: int = 1, in_flight: int = 0) -> int:
+        """The most bytes that a request of `length` tokens holds while it grows by at most `step` per step,
+        with `in_flight` steps in flight (see `divide`). O(groups).
 
         Whole pages, and a row of states. Errors: ConfigError.
         """
-        return sum(group.peak_units(length, step) * group.unit_bytes for group in self._groups)
+        return sum(group.peak_units(length, step, in_flight) * group.unit_bytes for group in self._groups)
 
     @cached_property
     def resume_step(self) -> int:
         """Requests resume at multiples of this: where every group has whole pages. O(1)."""
-        return math.lcm(*(group.page_tokens for group in self.paged_groups))
+        return self.paged_groups[0].resume_step if self.paged_groups else 1
 
     def resume_lengths(self, length: int) -> range:
         """At which lengths a request of `length` tokens can resume, 0 aside; at least its last token is
@@ -219,39 +218,56 @@ class Layout:
             layers, {g.name: sizes[g.storage] for g in names}, name=self._name, context=self._context
         )
 
-    def divide(self, memory: int | str, mix: Mix, *, chunk: int = 1, checkpoints: int = 0) -> Budget:
+    def divide(
+        self, memory: int | str, mix: Mix, *, chunk: int = 1, checkpoints: int = 0, in_flight: int = 0
+    ) -> Budget:
         """Divide bytes between the groups so that as many requests as possible run at once.
 
         `memory` is a number or text such as '80GiB'. `mix` says how long requests are: a length, a list, an
         array or another iterable of lengths, or lengths with their weights; each counts with the most it
-        holds while it grows. `chunk` tokens of prefill are in flight a step, over all requests: windows hold
-        them besides. `checkpoints` are kept a request besides its own row of states; each is charged a whole
-        row, because it lies in the pool of states, even where it needs less of one (`checkpoint_bytes`).
+        holds while it grows. `checkpoints` are kept per request besides its own row of states; each is
+        charged a whole row, because it lies in the pool of states, even where it needs less of one
+        (`checkpoint_bytes`).
+
+        A manager of this capacity runs the requests without a CapacityError if the engine works like this.
+        Step t: reserve its tokens, at most one per request, except that some requests may share `chunk`
+        tokens of prefill in any way; take the step; then commit the tokens of step t − `in_flight` and pass
+        its fence. 0 is an engine that waits for each step. A request counts from its admission until the
+        fence passes that its release waits for. Tokens that are computed again although they are cached take
+        more (docs/layouts.md).
+
         O(lengths × groups × log memory). Errors: ConfigError, also when the longest of the mix does not fit
         by itself."""
-        return divide(self._groups, memory, mix, chunk, checkpoints)
+        return divide(self._groups, memory, mix, Running(chunk, checkpoints, in_flight))
 
-    def max_requests(self, memory: int | str, length: int, *, chunk: int = 1, checkpoints: int = 0) -> int:
-        """How many requests of `length` tokens fit into `memory` at once; 0 when not one does. O(groups).
+    def max_requests(
+        self, memory: int | str, length: int, *, chunk: int = 1, checkpoints: int = 0, in_flight: int = 0
+    ) -> int:
+        """How many requests of `length` tokens fit into `memory` at once; 0 when not one does. O(groups ×
+        log memory).
 
         Arguments as for `divide`. Errors: ConfigError.
         """
-        return max_requests(self._groups, memory, length, chunk, checkpoints)
+        return max_requests(self._groups, memory, length, Running(chunk, checkpoints, in_flight))
 
-    def memory_for(self, requests: int, length: int, *, chunk: int = 1, checkpoints: int = 0) -> int:
+    def memory_for(
+        self, requests: int, length: int, *, chunk: int = 1, checkpoints: int = 0, in_flight: int = 0
+    ) -> int:
         """Bytes in which so many requests of `length` tokens fit at once, padding included. O(groups).
 
         Arguments as for `divide`. Errors: ConfigError.
         """
-        return memory_for(self._groups, requests, length, chunk, checkpoints)
+        return memory_for(self._groups, requests, length, Running(chunk, checkpoints, in_flight))
 
-    def longest_request(self, memory: int | str, *, chunk: int = 1, checkpoints: int = 0) -> int | None:
+    def longest_request(
+        self, memory: int | str, *, chunk: int = 1, checkpoints: int = 0, in_flight: int = 0
+    ) -> int | None:
         """Tokens of the longest request that fits by itself; None when any does, 0 when none. O(groups ×
         log memory).
 
-        Errors: ConfigError.
+        Arguments as for `divide`. Errors: ConfigError.
         """
-        return longest_request(self._groups, memory, chunk, checkpoints)
+        return longest_request(self._groups, memory, Running(chunk, checkpoints, in_flight))
 
     def _number(self, layer: int) -> int:
         number = integer(layer, "layer", 0, ArgumentError)

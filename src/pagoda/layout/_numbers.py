@@ -3,27 +3,50 @@ ConfigError that names the argument."""
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from fractions import Fraction
+from numbers import Real
 from typing import Any
 
 from pagoda.errors import ArgumentError, ConfigError
 
-__all__ = ["count", "counted", "integer", "num_bytes", "num_tokens", "show", "show_bytes", "show_tokens"]
+__all__ = [
+    "LARGEST",
+    "as_integer",
+    "count",
+    "counted",
+    "exact",
+    "integer",
+    "num_bytes",
+    "num_tokens",
+    "show",
+    "show_bytes",
+    "show_tokens",
+]
 
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "p": 2**50}
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _AMOUNT = re.compile(r"([0-9]+(?:[._][0-9]+)*|\.[0-9]+)\s*([kmgtp]?)(i?b?)", re.IGNORECASE | re.ASCII)
-_LARGEST = 2**62
+LARGEST = 2**62
+
+
+def as_integer(value: Any) -> int | None:
+    """What Python takes for an integer, as one; None for anything else and for a bool, also a tensor's."""
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def integer(value: Any, name: str, low: int, error: type[ConfigError] | type[ArgumentError]) -> int:
-    """An integer of at least `low`, or an error that names it."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise error(f"{name}: give an integer, not {type(value).__name__}") from None
+    """An integer of at least `low`, or an error that names it. A bool is no integer here."""
+    number = as_integer(value)
+    if number is None:
+        raise error(f"{name}: give an integer, not {type(value).__name__}")
     if number < low:
         raise error(f"{name}: give {low} or more, not {max(number, -(10**18))}")
     return number
@@ -32,13 +55,29 @@ def integer(value: Any, name: str, low: int, error: type[ConfigError] | type[Arg
 def count(value: Any, name: str, low: int = 1) -> int:
     """A size of something to be built, at least `low`, or a ConfigError that names it."""
     size = integer(value, name, low, ConfigError)
-    if size > _LARGEST:
+    if size > LARGEST:
         raise ConfigError(f"{name}: larger than any memory")
     return size
 
 
+def exact(value: Any, name: str) -> Fraction:
+    """A number of at least 0, a float included, as exactly what it is, or a ConfigError that names it."""
+    whole = as_integer(value)
+    if whole is None:
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            raise ConfigError(f"{name}: give a finite number, not {show(value)}")
+        given = Fraction(value) if isinstance(value, Fraction) else Fraction(float(value))
+    else:
+        given = Fraction(whole)
+    if given < 0:
+        raise ConfigError(f"{name}: give 0 or more, not {show(value)}")
+    if given > LARGEST:
+        raise ConfigError(f"{name}: larger than any memory")
+    return given
+
+
 def num_bytes(value: Any, name: str = "memory") -> int:
-    """Bytes from an integer or from text: '80GiB', '1.5 GB', '512M'. O(1).
+    """Bytes from an integer or from text: '80GiB', '1.5 GB', '512M'.
 
     'GiB' and a bare 'G' are 2^30, 'GB' is 10^9, as for the other letters. Errors: ConfigError.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeGuard
 
@@ -13,7 +12,7 @@ import torch
 
 from pagoda.errors import ArgumentError, CaptureError, ConfigError, OutOfRangeError
 from pagoda.kernels import on_device
-from pagoda.layout._numbers import integer
+from pagoda.layout._numbers import as_integer, integer
 
 __all__ = [
     "AnyIds",
@@ -34,6 +33,8 @@ __all__ = [
 AnyIds: TypeAlias = torch.Tensor | npt.NDArray[Any] | Sequence[int] | int
 
 _INTS = (torch.int32, torch.int64)
+_BOOLS = {bool, np.bool_}
+_BOOL_DTYPES = (torch.bool, np.dtype(bool))
 
 
 def resolve_device(device: torch.device | str) -> torch.device:
@@ -61,11 +62,8 @@ def number(value: Any, name: str) -> int:
 
 def one_id(value: Any, name: str, low: int, high: int, what: str) -> int:
     """One id of a call as an integer from `low` to `high`, or an error that names it."""
-    try:
-        at = operator.index(value)
-    except TypeError:
-        at = None
-    if at is None or isinstance(value, bool):  # a bool is a slip, whatever Python takes it for
+    at = as_integer(value)
+    if at is None:
         raise ArgumentError(f"{name}: give an integer, not {type(value).__name__}")
     if not low <= at <= high:
         shown = min(max(at, -(2**62)), 2**62)
@@ -73,11 +71,11 @@ def one_id(value: Any, name: str, low: int, high: int, what: str) -> int:
     return at
 
 
-def layer_number(layer: Any, num_layers: int) -> int:
+def layer_number(layer: Any, num_layers: int, name: str = "layer") -> int:
     """The number of a layer, or an ArgumentError."""
-    at = number(layer, "layer")
+    at = number(layer, name)
     if at >= num_layers:
-        raise ArgumentError(f"layer: this pool has layers 0 to {num_layers - 1}, not {min(at, 10**18)}")
+        raise ArgumentError(f"{name}: this pool has layers 0 to {num_layers - 1}, not {min(at, 10**18)}")
     return at
 
 
@@ -121,10 +119,13 @@ def refuse_capture(device: torch.device, call: str) -> None:
         raise CaptureError(f"{call} makes a device tensor, and the stream is being captured: call it before")
 
 
-def host_ids(ids: AnyIds, name: str) -> npt.NDArray[np.int64]:
-    """Ids as one contiguous host array: [n] int64. A device tensor costs one synchronisation."""
+def host_ids(ids: AnyIds, name: str, *, any_shape: bool = False) -> npt.NDArray[np.int64]:
+    """Ids as one contiguous host array: [n] int64. A device tensor costs one synchronisation.
+
+    One integer is one id. Errors: ArgumentError, also for more than one dimension unless `any_shape`.
+    """
     if isinstance(ids, torch.Tensor):
-        _require_readable(ids, name)
+        _require_readable(ids, name, any_shape)
         if ids.is_cuda:
             refuse_capture(ids.device, f"{name}, read from a device tensor,")
         if ids.numel() == 0:
@@ -135,8 +136,11 @@ def host_ids(ids: AnyIds, name: str) -> npt.NDArray[np.int64]:
             array = np.asarray(ids)
         except ValueError as ragged:
             raise ArgumentError(f"{name}: give a flat sequence of ids") from ragged
+        _require_flat(array.ndim, name, any_shape)
         if array.size and array.dtype.kind not in "iu":
             raise ArgumentError(f"{name}: give integer ids, not {array.dtype}")
+        if isinstance(ids, (list, tuple)) and _has_bool(ids):
+            raise ArgumentError(f"{name}: give integer ids, not bool")
         if array.dtype == np.uint64 and array.size and int(array.max()) > np.iinfo(np.int64).max:
             raise ArgumentError(f"{name}: an id does not fit in int64")
     return np.ascontiguousarray(array, dtype=np.int64).reshape(-1)
@@ -158,13 +162,28 @@ def is_unread(ids: object, device: torch.device) -> TypeGuard[torch.Tensor]:
     return isinstance(ids, torch.Tensor) and ids.is_cuda and ids.device == device
 
 
-def unread_ids(ids: torch.Tensor, name: str) -> torch.Tensor:
-    """A device tensor of ids as one run: [n] int32 or int64, contiguous."""
-    _require_readable(ids, name)
+def unread_ids(ids: torch.Tensor, name: str, *, any_shape: bool = False) -> torch.Tensor:
+    """A device tensor of ids as one run: [n] int32 or int64, contiguous. Errors: as `host_ids`."""
+    _require_readable(ids, name, any_shape)
     return ids.detach().resolve_neg().reshape(-1).contiguous()
 
 
-def _require_readable(ids: torch.Tensor, name: str) -> None:
+def _has_bool(ids: Sequence[Any]) -> bool:
+    """Whether a bool is among ids: numpy makes an integer of one that stands beside integers."""
+    kinds = set(map(type, ids))
+    return not kinds.isdisjoint(_BOOLS) or any(
+        _has_bool(each) if isinstance(each, (list, tuple)) else getattr(each, "dtype", None) in _BOOL_DTYPES
+        for each in (() if kinds == {int} else ids)
+    )
+
+
+def _require_flat(num_dims: int, name: str, any_shape: bool) -> None:
+    if num_dims > 1 and not any_shape:
+        raise ArgumentError(f"{name}: give one dimension, not {num_dims}")
+
+
+def _require_readable(ids: torch.Tensor, name: str, any_shape: bool) -> None:
+    _require_flat(ids.dim(), name, any_shape)
     if ids.layout != torch.strided or ids.device.type not in ("cpu", "cuda"):
         raise ArgumentError(
             f"{name}: give a dense tensor on the CPU or a CUDA device, not {ids.layout} on {ids.device}"

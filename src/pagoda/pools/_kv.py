@@ -198,7 +198,7 @@ class TokenPool:
         host slots on CUDA.
         """
         at = layer_number(layer, self.num_layers)
-        on_device = self._staging.send_ids(slots, "slots", -1, self.num_slots - 1)
+        on_device = self._staging.send_ids(slots, "slots", -1, self.num_slots - 1, any_shape=True)
         n = on_device.shape[0]
         _require_rows(keys, n, self.k_shape, self.device, "keys")
         v_pool = None
@@ -233,11 +233,11 @@ class TokenPool:
         raises has written nothing.
         """
         if is_unread(slots, self.device):
-            on_device = unread_ids(slots, "slots")
+            on_device = unread_ids(slots, "slots", any_shape=True)
             outs, at = self._outs(out_k, out_v, on_device.shape[0])
             (out_addresses,) = self._staging.send(at)
         else:
-            ids = host_ids(slots, "slots")
+            ids = host_ids(slots, "slots", any_shape=True)
             require_range(ids, -1, self.num_slots - 1, "slots", "slots")
             outs, at = self._outs(out_k, out_v, ids.size)
             on_device, out_addresses = self._staging.send(ids, at)

@@ -178,7 +178,9 @@ class Staging:
             for begin, array in zip(begins, arrays, strict=True)
         ]
 
-    def send_ids(self, ids: AnyIds, name: str, low: int, high: int) -> torch.Tensor:
+    def send_ids(
+        self, ids: AnyIds, name: str, low: int, high: int, *, any_shape: bool = False
+    ) -> torch.Tensor:
         """Ids from anywhere as a flat tensor on the device: [n] int32 or int64.
 
         Those that lie on the device already are used as they are, since looking at them would wait for
@@ -186,9 +188,9 @@ class Staging:
         outside [low, high]; ArgumentError; CaptureError.
         """
         if is_unread(ids, self.device):
-            return unread_ids(ids, name)
-        host = host_ids(ids, name)
-        require_range(host, low, high, name, name)
+            return unread_ids(ids, name, any_shape=any_shape)
+        host = host_ids(ids, name, any_shape=any_shape)
+        require_range(host, low, high, name, "valid ids")
         return self.send(host)[0]
 
     def fill(

@@ -168,7 +168,9 @@ class StatePool:
             for ids, name in ((source, "source"), (target, "target"))
         )
         if sources_at.shape != targets_at.shape:
-            raise ArgumentError(f"source has {sources_at.shape[0]} rows and target {targets_at.shape[0]}")
+            raise ArgumentError(
+                f"source: give one row per target, {targets_at.shape[0]}, not {sources_at.shape[0]}"
+            )
         with self._lock:
             for tensor in self.tensors.values():
                 tensor.index_copy_(1, targets_at, tensor.index_select(1, sources_at))

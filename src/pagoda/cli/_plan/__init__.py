@@ -22,7 +22,7 @@ The object, in plain numbers; what is no whole number has six decimals, rounded 
     budget                  null without --memory, else:
         memory_bytes, weights_bytes, cache_bytes    of one rank; weights_bytes is null if not given
         mix                 [{tokens, share}]: the lengths for which memory is divided
-        chunk, checkpoints  as given
+        chunk, checkpoints, in_flight  as given
         shares              [{group, unit, units, bytes, percent}]: units may be handed out; bytes have one
                             more, for padding
         spare_bytes         what no whole page or row was left for
@@ -61,7 +61,7 @@ examples:
 GiB and a bare G are 2^30 bytes, GB is 10^9; k of tokens is 1,024, M is 1,024k.
 """
 # Options that mean something only where memory is divided.
-DIVISION = ("weights", "mix", "chunk", "checkpoints")
+DIVISION = ("weights", "mix", "chunk", "checkpoints", "in-flight")
 # Each with its value and what it means. All are read later, as text: their errors are ours.
 OPTIONS = {
     "--memory BYTES": "memory of one rank for the cache, such as 80GiB; the weights are not counted unless "
@@ -80,7 +80,9 @@ OPTIONS = {
     "--mix TOKENS:WEIGHT,...": "lengths of requests with their weights, for which memory is divided: "
     "2k:3,32k:1 is three short ones for each long one; left out, all are as long as --context",
     "--checkpoints N": "states kept a request besides its own, each in a whole row (left out: 0)",
-    "--chunk TOKENS": "tokens of prefill in flight at once, which windows hold besides (left out: 1)",
+    "--chunk TOKENS": "tokens of prefill per step, which windows hold besides (left out: 1)",
+    "--in-flight STEPS": "steps that an engine begins before the results of one are there: windows hold what "
+    "these read and write (left out: 0)",
     "--like TYPE": "read a config of unknown model_type as one of this type, such as llama",
 }
 

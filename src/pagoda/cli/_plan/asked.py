@@ -89,11 +89,17 @@ class Division:
     mix: Mapping[int, Fraction] | None
     chunk: int
     checkpoints: int
+    in_flight: int
 
     @property
     def cache_bytes(self) -> int:
         """What the weights leave. O(1)."""
         return self.memory_bytes - (self.weights_bytes or 0)
+
+    @property
+    def running(self) -> dict[str, int]:
+        """How requests run, as arguments of `Layout.divide`. O(1)."""
+        return {"chunk": self.chunk, "checkpoints": self.checkpoints, "in_flight": self.in_flight}
 
     @staticmethod
     def read(options: argparse.Namespace) -> Division | None:
@@ -113,6 +119,7 @@ class Division:
             mix=None if options.mix is None else _mix(options.mix),
             chunk=1 if options.chunk is None else num_tokens(options.chunk, "--chunk"),
             checkpoints=_count(options.checkpoints, "--checkpoints", low=0, usual=0),
+            in_flight=_count(options.in_flight, "--in-flight", low=0, usual=0),
         )
 
 

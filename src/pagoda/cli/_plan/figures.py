@@ -59,8 +59,8 @@ def models() -> list[Layout]:
 def fixed_bytes(layout: Layout) -> tuple[int, int]:
     """What full windows of a request take, with whole pages, and what its states do. O(groups)."""
     windows = [(group, group.window) for group in layout.paged_groups if group.window is not None]
-    # Twice a window is past where it stops to grow.
-    held = sum(group.peak_units(2 * size + group.page_tokens) * group.page_bytes for group, size in windows)
+    # A window stops growing before two more steps at which requests resume.
+    held = sum(group.peak_units(size + 2 * group.resume_step) * group.page_bytes for group, size in windows)
     return held, 0 if layout.state_group is None else layout.state_group.row_bytes
 
 
@@ -88,24 +88,23 @@ def plan(asked: Asked, division: Division | None) -> Plan:
 
 def _divide(layout: Layout, whole: Layout, ranks: int, asked: Division, context: int) -> Divided:
     mix: Mapping[int, Fraction] = asked.mix or {context: Fraction(1)}
-    chunk, checkpoints = asked.chunk, asked.checkpoints
-    if layout.max_requests(asked.cache_bytes, max(mix), chunk=chunk, checkpoints=checkpoints) == 0:
+    if layout.max_requests(asked.cache_bytes, max(mix), **asked.running) == 0:
         raise ConfigError(_unfit(layout, whole, ranks, asked, max(mix)))
 
     def at_context(memory_bytes: int) -> Fraction:
-        if layout.max_requests(memory_bytes, context, chunk=chunk, checkpoints=checkpoints) == 0:
+        if layout.max_requests(memory_bytes, context, **asked.running) == 0:
             return Fraction(0)
-        return layout.divide(memory_bytes, context, chunk=chunk, checkpoints=checkpoints).requests
+        return layout.divide(memory_bytes, context, **asked.running).requests
 
-    budget = layout.divide(asked.cache_bytes, mix, chunk=chunk, checkpoints=checkpoints)
-    more = layout.divide(asked.cache_bytes + MORE_BYTES, mix, chunk=chunk, checkpoints=checkpoints)
+    budget = layout.divide(asked.cache_bytes, mix, **asked.running)
+    more = layout.divide(asked.cache_bytes + MORE_BYTES, mix, **asked.running)
     requests = at_context(asked.cache_bytes)
     return Divided(
         asked,
         {tokens: mix[tokens] / sum(mix.values()) for tokens in sorted(mix)},
         budget,
         requests,
-        layout.longest_request(asked.cache_bytes, chunk=chunk, checkpoints=checkpoints),
+        layout.longest_request(asked.cache_bytes, **asked.running),
         None if budget.num_tokens is None else (more.num_tokens or 0) - budget.num_tokens,
         at_context(asked.cache_bytes + MORE_BYTES) - requests,
     )
@@ -113,21 +112,23 @@ def _divide(layout: Layout, whole: Layout, ranks: int, asked: Division, context:
 
 def _unfit(layout: Layout, whole: Layout, ranks: int, asked: Division, length: int) -> str:
     """Why not one request fits, and what would help."""
-    chunk, checkpoints = asked.chunk, asked.checkpoints
-    least = layout.memory_for(1, length, chunk=chunk, checkpoints=checkpoints)
+    least = layout.memory_for(1, length, **asked.running)
     needed, left = f"{show_bytes(least)} of cache", show_bytes(asked.cache_bytes)
     if left == show_bytes(least):  # a page of padding may be all that is missing
         needed, left = f"{least:,} B of cache, padding included", f"{asked.cache_bytes:,} B"
-    longest = layout.longest_request(asked.cache_bytes, chunk=chunk, checkpoints=checkpoints)
+    longest = layout.longest_request(asked.cache_bytes, **asked.running)
     reach = f"the longest that fits has {longest:,} tokens" if longest else "not even one of 1 token fits"
     after = "" if asked.weights_bytes is None else " after the weights"
     ways = ["more --memory"]
     if longest:
         ways.append("a shorter --context" if asked.mix is None else "shorter lengths in --mix")
-    if checkpoints and layout.state_group is not None:
+    if asked.checkpoints and layout.state_group is not None:
         ways.append("fewer --checkpoints")
-    if chunk > 1 and any(group.window for group in layout.paged_groups):
+    has_windows = any(group.window for group in layout.paged_groups)
+    if asked.chunk > 1 and has_windows:
         ways.append("a smaller --chunk")
+    if asked.in_flight and has_windows:
+        ways.append("fewer steps --in-flight")
     stored = dtypes(layout)["kv"]
     if stored and not any(dtype.startswith("float8") for dtype in stored):
         ways.append("--kv-dtype fp8")

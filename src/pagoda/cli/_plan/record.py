@@ -77,6 +77,7 @@ def _budget(divided: Divided) -> dict[str, Any]:
         "mix": [{"tokens": tokens, "share": _plain(share)} for tokens, share in divided.mix.items()],
         "chunk": asked.chunk,
         "checkpoints": asked.checkpoints,
+        "in_flight": asked.in_flight,
         "shares": [
             {
                 "group": share.group.name,

@@ -12,7 +12,7 @@ from pagoda.cli._plan.asked import visible
 from pagoda.cli._plan.figures import Divided, Plan, dtypes, fixed_bytes
 from pagoda.cli._tours.pen import Pen
 from pagoda.layout import Layout, PagedGroup, StateGroup
-from pagoda.layout._numbers import show_bytes, show_tokens
+from pagoda.layout._numbers import counted, show_bytes, show_tokens
 from pagoda.tree._labels import clip, columns_of
 
 __all__ = ["write_models", "write_plan"]
@@ -217,10 +217,12 @@ def _fits(plan: Plan, divided: Divided) -> list[Fact]:
     if asked.checkpoints:
         kept = "a whole row of states each" if layout.state_group else "costs nothing: no layer keeps a state"
         facts.append(("checkpoints", f"{asked.checkpoints:,} a request: {kept}"))
+    has_windows = any(group.window for group in layout.paged_groups)
+    held = "windows hold more pages" if has_windows else "costs nothing: no layer has a window in pages"
     if asked.chunk > 1:
-        has_windows = any(group.window for group in layout.paged_groups)
-        held = "windows hold them besides" if has_windows else "costs nothing: no layer has a window in pages"
-        facts.append(("chunk", f"{show_tokens(asked.chunk)} tokens of prefill in flight: {held}"))
+        facts.append(("chunk", f"{show_tokens(asked.chunk)} tokens of prefill per step: {held}"))
+    if asked.in_flight:
+        facts.append(("in flight", f"{counted(asked.in_flight, 'step')}: {held}"))
     if asked.weights_bytes is None:
         facts.append(("weights", "not counted: --weights takes them off the memory"))
     return facts
