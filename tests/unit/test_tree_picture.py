@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda.errors import ArgumentError, ConfigError
-from pagoda.tree import NodeView, PrefixTree, Tally, TreeCounts, draw_json, draw_rich, draw_text
+from pagoda.tree import NodeView, PrefixTree, Tally, TreeCounts, _labels, draw_json, draw_rich, draw_text
 from profiles import examples
 from twin import PrefixTwin
 
@@ -682,3 +682,11 @@ def test_wrong_arguments_of_one(draw: Callable[..., Any], wrong: dict[str, Any])
 def test_what_is_no_tree(draw: Callable[..., Any], thing: Any) -> None:
     with pytest.raises(ArgumentError, match="tree"):
         draw(thing)
+
+
+def test_without_wcwidth_text_still_keeps_its_width(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_labels, "_widths", lambda: None)
+    text = "日本語 e\u0301 👩‍👩‍👧 naïve"
+    label = _labels.token_label([1, 2, 3], text, False, 20)
+    assert columns(label) <= 20
+    assert label.startswith('"日本語')

@@ -182,8 +182,9 @@ def _encode(x, C: tl.constexpr):
     """[rows, blocks, block] codes of the flat format, and [rows, scales] scales, of numbers.
 
     Codes of fp8 are uint8, of fp4 uint32, one per number."""
-    # NaN and infinity do not make the scale: they leave the other numbers of their block as they are. Infinity
-    # times 0 is NaN, which a GPU's maximum leaves out: one instruction per number, and no comparison.
+    # NaN and infinity do not make the scale: they leave the other numbers of their block as they are.
+    # Infinity times 0 is NaN, which a GPU's maximum leaves out: one instruction per number, and no
+    # comparison.
     size = tl.abs(x + x * 0.0)
     if C.is_spelled:
         size = tl.where(size == size, size, 0.0)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 __all__ = ["clip", "columns_of", "decode", "name_label", "page_label", "rank_label", "token_label"]
 
@@ -17,13 +20,26 @@ PLAIN = re.compile("[ -~\u00a1-\u00ac\u00ae-\u02ff\u2010-\u2027\u2190-\u22ff\u25
 MARKS_IN_A_ROW = 2  # accents above accents reach into the lines around them
 
 
+@cache
+def _widths() -> ModuleType | None:
+    """The library that knows how wide characters are, which the extra `rich` brings; None without it."""
+    try:
+        return import_module("wcwidth")
+    except ModuleNotFoundError:
+        return None
+
+
 def columns_of(text: str) -> int:
-    """How many columns of a terminal a text takes: two for wide characters, none for marks. O(text)."""
+    """How many columns of a terminal a text takes: two for wide characters, none for marks.
+
+    Without wcwidth each character beyond plain ones counts as two, the most that one takes.
+    """
     if PLAIN.fullmatch(text):
         return len(text)
-    import wcwidth  # here and below: its tables are read for other text alone
-
-    return wcwidth.width(text)
+    widths = _widths()  # its tables are read for such text alone
+    if widths is None:
+        return sum(1 if PLAIN.fullmatch(c) else 2 for c in text)
+    return int(widths.width(text))
 
 
 def clip(pieces: Iterable[str], columns: int, has_more: bool = False, more: str = "…") -> str:
@@ -32,9 +48,7 @@ def clip(pieces: Iterable[str], columns: int, has_more: bool = False, more: str 
     The pieces of a str are its characters as a reader sees them: one with its accents, both halves of a flag.
     """
     if isinstance(pieces, str) and not PLAIN.fullmatch(pieces):
-        import wcwidth
-
-        pieces = wcwidth.iter_graphemes(pieces)
+        pieces = _graphemes(pieces)
     kept: list[str] = []
     room = columns
     for piece in pieces:
@@ -50,18 +64,23 @@ def clip(pieces: Iterable[str], columns: int, has_more: bool = False, more: str 
     return "".join(kept)
 
 
+def _graphemes(text: str) -> Iterable[str]:
+    """Characters as a reader sees them."""
+    widths = _widths()
+    return text if widths is None else widths.iter_graphemes(text)
+
+
 def _escaped(text: str) -> Iterable[str]:
     """One piece per character with its marks. What Unicode calls not printable (controls, marks of direction,
     lone surrogates, line separators) is written as its number, and so is a mark without a character below."""
     if PLAIN.fullmatch(text):
         yield from (ESCAPES.get(c, c) for c in text)
         return
-    import wcwidth
-
-    for cluster in wcwidth.iter_graphemes(text):
+    widths = _widths()
+    for cluster in _graphemes(text):
         piece, room = "", 0  # for more marks on the last character
         for c in cluster:
-            is_mark = wcwidth.wcwidth(c) == 0
+            is_mark = widths is not None and widths.wcwidth(c) == 0
             if c.isprintable() and c not in ESCAPES and (room or not is_mark):
                 piece += c
                 room = room - 1 if is_mark else MARKS_IN_A_ROW
