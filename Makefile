@@ -10,7 +10,11 @@ PEERS := build/peers
 SGLANG := sglang-0.5.23
 VLLM := vllm-0.32.0
 
-.PHONY: help run demo test test-gpu check format bench bench-peers plots models clean
+# A test run: its workers, and the hypothesis profile of `make test-long` (tests/conftest.py).
+WORKERS := -n auto --dist loadgroup --max-worker-restart 0
+PROFILE ?= long
+
+.PHONY: help run demo test test-long test-gpu check format bench bench-peers plots models clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -23,8 +27,11 @@ demo: $(INSTALLED) ## tours that need no model: the pool, and the tree that find
 	@$(BIN)/pagoda demo pool
 	@$(BIN)/pagoda demo tree
 
-test: $(INSTALLED) ## all tests; those that need a GPU are skipped without one
-	$(BIN)/python -m pytest -n auto --dist loadgroup --max-worker-restart 0
+test: $(INSTALLED) ## the fast tests, the same in each run; those that need a GPU are not collected
+	$(BIN)/python -m pytest $(WORKERS)
+
+test-long: $(INSTALLED) ## sanitisers, mutations, costs, and all of hypothesis with more examples; PROFILE=nightly: random ones
+	$(BIN)/python -m pytest $(WORKERS) -m 'long or hypothesis' --hypothesis-profile $(PROFILE)
 
 check: $(INSTALLED) ## formatting, lint, types
 	$(BIN)/ruff format --check .
@@ -55,7 +62,7 @@ models: $(INSTALLED) ## docs/models.md, made from the shipped configs
 # With the Python of a GPU machine, which brings torch, triton and pytest: nothing is fetched.
 test-gpu: ## all tests on a machine with a GPU, compiled kernels, offline
 	$(PYTHON) -m pip install -q --no-build-isolation --no-index --no-deps --upgrade --target build/site .
-	PYTHONPATH=build/site $(PYTHON) -m pytest -p no:benchmark -n 8 --dist loadgroup --max-worker-restart 0
+	PYTHONPATH=build/site $(PYTHON) -m pytest -p no:benchmark $(WORKERS:auto=8)
 
 clean: ## remove what was built and installed
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/results

@@ -125,25 +125,14 @@ def test_a_careless_allocator_is_found_out(device: str) -> None:
         check_bad_frees_raise_and_change_nothing(careless, device)
 
 
-@pytest.mark.parametrize("one", [2**31, -(2**31) - 1, 2**40, 2**63, 2**70])
-def test_an_id_that_fits_no_int32_raises_a_typed_error_too(device: str, kind: Kind, one: int) -> None:
+def test_what_is_no_id_raises_a_typed_error(device: str, kind: Kind) -> None:
     made = kind.make(device)
     kind.take(made, 3)
     before = kind.free_ids(made)
-    with pytest.raises(UsageError):
-        kind.give(made, [one])
-    assert kind.free_ids(made) == before
-    made.check()
-
-
-@pytest.mark.parametrize("one", [1.0, "1", None, 1 + 0j, ...], ids=str)
-def test_what_is_no_id_raises_a_typed_error(device: str, kind: Kind, one: Any) -> None:
-    made = kind.make(device)
-    kind.take(made, 3)
-    before = kind.free_ids(made)
-    with pytest.raises(UsageError):
-        kind.give(made, [one])
-    assert kind.free_ids(made) == before
+    for bad in (2**31, -(2**31) - 1, 2**40, 2**63, 2**70, 1.0, "1", None, 1 + 0j, ...):
+        with pytest.raises(UsageError):
+            kind.give(made, [bad])
+        assert kind.free_ids(made) == before, bad
     made.check()
 
 

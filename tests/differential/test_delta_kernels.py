@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pagoda.kernels import Regions
 from pagoda.kernels import _reference as reference
+from profiles import examples
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
     fused = pytest.importorskip("pagoda.kernels._fused", reason="needs triton")
@@ -18,8 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(
-    max_examples=300 if DEVICE == "cuda" else 80,
-    deadline=None,
+    max_examples=examples(300 if DEVICE == "cuda" else 80),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 NUM_PAGES = 9

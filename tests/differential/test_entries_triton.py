@@ -13,6 +13,7 @@ from differential.entry_layouts import ENTRIES
 from pagoda.kernels import _entries_reference as entries_reference
 from pagoda.kernels._entries_reference import decode, encode
 from pagoda.kernels.entries import Codec, Ring, Tokens
+from profiles import examples
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
     entries_fused = pytest.importorskip("pagoda.kernels._entries_fused", reason="needs triton")
@@ -20,8 +21,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(
-    max_examples=30 if DEVICE == "cuda" else 20,
-    deadline=None,
+    max_examples=examples(30 if DEVICE == "cuda" else 20),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 # As in production, and as large batches are treated, on small ones.
@@ -260,8 +260,14 @@ def test_ends_of_blocks_in_groups_of_all_kinds(ids: list[int], positions: list[i
     assert torch.equal(pages.cpu()[1:].view(torch.float32).view(8, 16), expected)
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.scales])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+SCALED = [name for name, entry in ENTRIES.items() if entry.scales]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    # Each is widened to float32 as it is read, whatever the entry.
+    [*((name, torch.float32) for name in SCALED), (SCALED[0], torch.bfloat16), (SCALED[-1], torch.float16)],
+)
 def test_numbers_that_are_none_become_the_same_bytes(name: str, dtype: torch.dtype):
     """NaN leaves the others of its block as they are; infinity saturates; zeros keep what they have."""
     entry = ENTRIES[name]

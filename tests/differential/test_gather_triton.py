@@ -8,14 +8,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagoda.kernels import _gather_reference as gather_reference
+from profiles import examples
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
     gather_fused = pytest.importorskip("pagoda.kernels._gather_fused", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(
-    max_examples=300 if DEVICE == "cuda" else 80,
-    deadline=None,
+    max_examples=examples(300 if DEVICE == "cuda" else 80),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 NUM_PAGES = 5

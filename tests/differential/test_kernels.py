@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagoda.kernels import _reference as reference
+from profiles import examples
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
     pytest.importorskip("triton", reason="needs triton")
@@ -24,8 +25,7 @@ FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 POOLS = [torch.float16, torch.bfloat16, torch.float32, *FP8]
 SOURCES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, *FP8]
 CASES = settings(
-    max_examples=400 if DEVICE == "cuda" else 120,
-    deadline=None,
+    max_examples=examples(400 if DEVICE == "cuda" else 120),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from pagoda.kernels import _views_reference as views_reference
 from pagoda.kernels._views_reference import ViewBuffers, ViewSpec
+from profiles import examples
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
     views_fused = pytest.importorskip("pagoda.kernels._views_fused", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(
-    max_examples=400 if DEVICE == "cuda" else 100,
-    deadline=None,
+    max_examples=examples(400 if DEVICE == "cuda" else 100),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 WILD = [-(2**31), -1, 0, 1, 2**31 - 1]
@@ -77,7 +77,7 @@ def test_refresh_agrees_for_any_batch_window_and_page_tokens(data: st.DataObject
     judge(table, rows, lengths, starts, ViewSpec(view, max_pages, page, kernel_page, window))
 
 
-@settings(CASES, max_examples=200 if DEVICE == "cuda" else 30)
+@settings(CASES, max_examples=examples(200 if DEVICE == "cuda" else 30))
 @given(data=st.data())
 def test_views_that_are_refreshed_together_agree(data: st.DataObject):
     """Tables of different widths in one, views of different sizes: each is what it is alone."""

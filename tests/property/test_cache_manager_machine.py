@@ -13,11 +13,10 @@ from conformance.prefixes import seen
 from pagoda import CapacityError, UsageError
 from pagoda.compat import CacheManager, Request
 from pagoda.errors import AlreadyHeldError, ArgumentError, NotHeldError, OutOfRangeError, StaleError
+from profiles import examples
 from property.prefix_model import Prefix, Prefixes
 
-RUNS = settings(
-    max_examples=80, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-)
+RUNS = settings(max_examples=examples(80), stateful_step_count=50, suppress_health_check=list(HealthCheck))
 NUM_PAGES, MOST_REQUESTS = 12, 4
 
 # Sequences told by words, each a page of tokens, and a tail that fills no page: few words, so that they meet.

@@ -25,12 +25,12 @@ from hypothesis.stateful import (
 from pagoda import CapacityError, UsageError
 from pagoda.compat import BlockAllocator, GDNPool, ReqToTokenPool, SlotAllocator, TokenToKVPoolAllocator
 from pagoda.errors import AlreadyHeldError, IdError, NotHeldError, OutOfRangeError
+from profiles import examples
 
 # 120 examples of up to 50 steps: some 4,000 steps a machine, in two to five seconds.
 SETTINGS = settings(
-    max_examples=120,
+    max_examples=examples(120),
     stateful_step_count=50,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 
@@ -689,15 +689,18 @@ class Tracks(Machine):
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16, 64])
+@pytest.mark.hypothesis
 def test_slots(device: str, page_size: int) -> None:
     run_state_machine_as_test(lambda: Slots(device, page_size), settings=SETTINGS)
 
 
 @pytest.mark.parametrize("machine", [Rows, Blocks, Tracks], ids=lambda it: it.__name__)
+@pytest.mark.hypothesis
 def test_ids(device: str, machine: Callable[[str], Machine]) -> None:
     run_state_machine_as_test(lambda: machine(device), settings=SETTINGS)
 
 
+@pytest.mark.hypothesis
 def test_versions() -> None:
     run_state_machine_as_test(Versions, settings=SETTINGS)
 

@@ -9,9 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pagoda import CapacityError, FreeList, PagodaError
 from pagoda.errors import NotHeldError, OutOfRangeError
 from pagoda.tables import PageTable
+from profiles import examples
 
 PAGE_SIZES = [1, 2, 16, 64]
-RUNS = settings(max_examples=60, stateful_step_count=60, deadline=None)
+RUNS = settings(max_examples=examples(60), stateful_step_count=60)
 
 
 class FreeListMachine(RuleBasedStateMachine):

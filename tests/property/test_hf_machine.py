@@ -33,11 +33,10 @@ from pagoda.hf import _recording as recording_module
 from pagoda.hf._families import served_layout
 from pagoda.hf._memory import Memory
 from pagoda.layout import latent
+from profiles import examples
 
 # A failure is not made smaller: steps run models, and that would take minutes.
-RUNS = settings(
-    max_examples=12, stateful_step_count=20, deadline=None, derandomize=True, phases=[Phase.generate]
-)
+RUNS = settings(max_examples=examples(12), stateful_step_count=20, phases=[Phase.generate])
 
 
 # ── the drop-in ─────────────────────────────────────────────────────────────────────────────────────
@@ -337,7 +336,7 @@ SHAPES = [Layout([FULL, window(tokens)], 16) for tokens in (1, 2, 5, 15, 16, 17,
 
 
 @given(data=st.data())
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(80))
 def test_what_is_found_is_what_was_kept(data: st.DataObject) -> None:
     """Rows that part anywhere, in batches with any padding, in memory that is short."""
     layout = data.draw(st.sampled_from(SHAPES))

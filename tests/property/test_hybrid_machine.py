@@ -24,12 +24,12 @@ from conformance.hybrid_models import LAYERS, SCHEDULE, exact, free_lists, obser
 from pagoda import CapacityError, UsageError, kernels
 from pagoda.compat import DSV4Config, KVCacheManager
 from pagoda.errors import ArgumentError, NotHeldError, OutOfRangeError
+from profiles import examples
 from property.test_reentrancy import sweep
 
 SETTINGS = settings(
-    max_examples=80,
+    max_examples=examples(80),
     stateful_step_count=50,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 
@@ -228,6 +228,7 @@ class Hybrid(RuleBasedStateMachine):
             assert pool.positions[0].unique().tolist() == [-1]
 
 
+@pytest.mark.hypothesis
 def test_rows_and_blocks(device: str) -> None:
     run_state_machine_as_test(lambda: Hybrid(device), settings=SETTINGS)
 

@@ -24,10 +24,11 @@ from pagoda.layout import (
     latent,
     plain,
 )
+from profiles import examples
 from property.layout_model import Reading, Request, Wish, best_requests, peak
 
-RUNS = settings(max_examples=150, deadline=None)
-FEW = settings(max_examples=60, deadline=None)
+RUNS = settings(max_examples=examples(150))
+FEW = settings(max_examples=examples(60))
 
 
 def reading_of(group: PagedGroup) -> Reading:

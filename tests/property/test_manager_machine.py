@@ -14,9 +14,10 @@ from pagoda.errors import ArgumentError, CapacityError, NotHeldError, OutOfRange
 from pagoda.layout import latent
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Pools
+from profiles import examples
 from property.manager_model import Device, GroupModel, Model, Ranges, RowModel
 
-RUNS = settings(max_examples=60, stateful_step_count=50, deadline=None)
+RUNS = settings(max_examples=examples(60), stateful_step_count=50)
 
 FULL = FullAttention(kv_heads=1, k_dim=8, v_dim=8, dtype="float32")
 LATENT = LatentAttention(entry=latent(16, 8, "float32"))

@@ -11,7 +11,7 @@ NATIVE = Path(__file__).parents[2] / "native"
 COMPILER = os.environ.get("CXX", "g++")
 
 
-pytestmark = pytest.mark.xdist_group("fuzz")  # built once
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("fuzz")]  # built once
 
 
 # A program of native/fuzz and the files of native/core it runs.
@@ -58,23 +58,27 @@ def build(native: Path, program: str, place: Path, ready: dict[str, Path], optim
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]]:
-    """What is compiled of each program, once for all tests."""
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@pytest.fixture(scope="module")
+def compiled(place: Path) -> dict[str, Path]:
+    """The object of each source, once for all programs and tests."""
     if shutil.which(COMPILER) is None:
         pytest.skip(f"no {COMPILER} here")
-    ready: dict[str, dict[str, Path]] = {program: {} for program in PROGRAMS}
-    for program, objects in ready.items():
-        build(NATIVE, program, tmp_path_factory.mktemp(program), objects)
+    ready: dict[str, Path] = {}
+    for program in PROGRAMS:
+        build(NATIVE, program, place, ready)
     return ready
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_core_agrees_with_a_plain_model_and_the_sanitizers_find_nothing(
-    compiled: dict[str, dict[str, Path]], tmp_path: Path, program: str, seed: int
+    compiled: dict[str, Path], place: Path, program: str, seed: int
 ):
-    fuzz = build(NATIVE, program, tmp_path, dict(compiled[program]))
-    done = subprocess.run([fuzz, str(seed), "20000"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([place / program, str(seed), "20000"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("ok: ")
 
@@ -101,7 +105,7 @@ MISTAKES = [
     ("program", "file", "right", "wrong"), MISTAKES, ids=[f"{m[1]} {m[2]}" for m in MISTAKES]
 )
 def test_the_fuzz_finds_a_mistake(
-    compiled: dict[str, dict[str, Path]], tmp_path: Path, program: str, file: str, right: str, wrong: str
+    compiled: dict[str, Path], tmp_path: Path, program: str, file: str, right: str, wrong: str
 ):
     native = tmp_path / "native"
     shutil.copytree(NATIVE, native)
@@ -111,9 +115,7 @@ def test_the_fuzz_finds_a_mistake(
     # A header may be part of everything; a source is part of itself.
     changed = Path(file)
     ready = {
-        name: each
-        for name, each in compiled[program].items()
-        if changed.suffix == ".cpp" and name != changed.stem
+        name: each for name, each in compiled.items() if changed.suffix == ".cpp" and name != changed.stem
     }
     broken = build(native, program, tmp_path, ready, "-O0")
     done = subprocess.run([broken, "1", "20000"], capture_output=True, text=True, timeout=300)

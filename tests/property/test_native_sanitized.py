@@ -10,6 +10,8 @@ import pytest
 
 import pagoda
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 COMPILER = os.environ.get("CXX", "g++")
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
@@ -37,7 +39,7 @@ sys.meta_path = [finder for finder in sys.meta_path if "ScikitBuild" not in type
 import pagoda._native, pytest
 assert pagoda._native.__file__.startswith(sys.argv[1]), pagoda._native.__file__
 plugins = [word for name in ("cacheprovider", "benchmark", "xdist") for word in ("-p", f"no:{name}")]
-sys.exit(pytest.main(["-q", *plugins, "-k", "not costs", *sys.argv[2:]]))
+sys.exit(pytest.main(["-q", *plugins, *sys.argv[2:]]))
 """
 
 

@@ -10,11 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pagoda import UsageError
 from pagoda.compat import PrefixCacheManager, SlotAllocator
+from profiles import examples
 from property.prefix_model import Prefix, Prefixes
 
-RUNS = settings(
-    max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-)
+RUNS = settings(max_examples=examples(100), stateful_step_count=50, suppress_health_check=list(HealthCheck))
 NUM_SLOTS = 4
 
 sequences = st.lists(st.integers(0, 2), max_size=7).map(tuple)

@@ -17,11 +17,12 @@ from pagoda.errors import (
     StaleError,
 )
 from pagoda.tree import PrefixTree
+from profiles import examples
 from property.tree_machine import MOST_PAGES, TreeMachine, keys, lists, namespaces, rests, symbols
 from property.tree_model import HOLE, Gone, Pages
 from twin import PrefixTwin
 
-RUNS = settings(max_examples=60, stateful_step_count=60, deadline=None)
+RUNS = settings(max_examples=examples(60), stateful_step_count=60)
 MOST_LEASES, MOST_MATCHES = 5, 6
 
 

@@ -13,6 +13,7 @@ from pagoda.attention import PagedView, PagedViews, hnd_pages, nhd_pages
 from pagoda.errors import ArgumentError, InvariantError
 from pagoda.layout import PagedGroup, latent
 from pagoda.pools import Pools
+from profiles import examples
 
 NUM_ROWS = 12
 KV: dict[str, Any] = {"kv_heads": 2, "k_dim": 8, "v_dim": 8}
@@ -136,7 +137,7 @@ def real(batch: Batch) -> Iterator[tuple[int, Row]]:
             yield number, row
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(batch=batches())
 def test_every_buffer_is_what_page_lists_say(batch: Batch):
     view = view_of(batch)
@@ -179,7 +180,7 @@ def test_every_buffer_is_what_page_lists_say(batch: Batch):
     view.check()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(batch=batches())
 def test_flashinfer_reads_what_the_window_says(batch: Batch):
     """FlashInfer's own arithmetic over the list gives each query the slots that its positions name.
@@ -208,7 +209,7 @@ def test_flashinfer_reads_what_the_window_says(batch: Batch):
             assert read == {slot_at(row, at, batch.group.page_tokens) for at in positions}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(batch=batches())
 def test_flashattention_and_vllm_read_what_the_window_says(batch: Batch):
     """flash_attn_with_kvcache documents: query i reads keys [i + seqlen_k − seqlen_q − left, i + seqlen_k −

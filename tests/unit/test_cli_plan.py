@@ -609,6 +609,7 @@ def test_names_that_are_close(name: str, near: str, error_of):
     ],
 )
 def test_odd_names(name: str, error_of):
+    pytest.importorskip("wcwidth", reason="needs wcwidth")
     error = error_of(name)
     assert "there is no model '" in error
     assert "Did you mean" not in error

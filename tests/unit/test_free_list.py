@@ -352,6 +352,7 @@ def test_ids_far_outside_are_out_of_range(far: int):
             call(far)
 
 
+@pytest.mark.long
 def test_a_fence_costs_no_more_in_a_large_list():
     """The first fenced free makes a place for every id, which must not be filled."""
 
@@ -360,9 +361,9 @@ def test_a_fence_costs_no_more_in_a_large_list():
         for _ in range(5):
             ids = FreeList(num_ids)
             ids.alloc(16)
-            begin = time.perf_counter()
+            begin = time.thread_time()
             ids.free([1], fence=1)
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(time.thread_time() - begin)
         return min(seconds)
 
     assert first_fenced_free(10**7) < 100 * first_fenced_free(10**3) + 1e-3

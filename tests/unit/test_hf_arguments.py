@@ -16,6 +16,7 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin
 
 from pagoda.hf import _arguments as arguments
 from pagoda.hf._arguments import Prompts, read_call
+from profiles import examples
 
 
 class Model(GenerationMixin):
@@ -51,7 +52,7 @@ def test_prompts_are_rows_without_their_padding() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_any_batch(data: st.DataObject) -> None:
     length = data.draw(st.integers(1, 12))
     pads = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=4))

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from pagoda.hf import _recording as recording
 from pagoda.hf._recording import RecordingCache, after_forward, before_forward
+from profiles import examples
 
 WINDOW = 6
 HEADS, DIM = 2, 3
@@ -126,7 +127,7 @@ KINDS = ["full", "window", "both"]
 
 
 @given(data=st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 def test_it_follows_all_that_happens_to_rows_and_columns(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(KINDS))
     both = Compared(kind, data.draw(st.integers(1, 3)), data.draw(st.sampled_from([0, 1, 4, 7, 16])))

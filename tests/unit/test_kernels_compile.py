@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton")
 
+pytestmark = pytest.mark.long
+
 TESTS = Path(__file__).parents[1]
 
 

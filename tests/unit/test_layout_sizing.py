@@ -1,7 +1,6 @@
 """Dividing memory: examples by hand, bad arguments, huge budgets. All small budgets are in
 tests/property/test_layout_sizing.py."""
 
-import time
 from collections import Counter
 from fractions import Fraction
 
@@ -283,38 +282,32 @@ class TestRefused:
 
 
 class TestHuge:
-    """2^60 bytes are no slower than 2^30: nothing here counts up."""
-
-    def quick(self, ask):
-        start = time.perf_counter()
-        answer = ask()
-        assert time.perf_counter() - start < 1
-        return answer
+    """Nothing here counts up to 2^60: it would never end."""
 
     @pytest.mark.parametrize(
         "model", ["llama-3.1-8b", "gemma-3-27b", "qwen3-next-80b-a3b", "deepseek-v4-pro"]
     )
     def test_budgets(self, model):
         layout = from_hf(model_config(model))
-        budget = self.quick(lambda: layout.divide(2**60, {1000: 0.9, 10**6: 0.1}, chunk=8192, checkpoints=3))
+        budget = layout.divide(2**60, {1000: 0.9, 10**6: 0.1}, chunk=8192, checkpoints=3)
         assert sum(share.num_bytes for share in budget.shares) + budget.spare_bytes == 2**60
         assert budget.spare_bytes < 2**40
-        assert self.quick(lambda: layout.max_requests(2**60, 1000)) > 10**6
-        assert self.quick(lambda: layout.longest_request(2**60)) > 10**9
+        assert layout.max_requests(2**60, 1000) > 10**6
+        assert layout.longest_request(2**60) > 10**9
 
     def test_tiny_pages(self):
         layout = Layout([FullAttention(kv_heads=1, k_dim=1, v_dim=1, dtype="fp8"), STATE], 1)
-        assert self.quick(lambda: layout.divide(2**62, [1, 3, 7])).num_requests > 10**15
+        assert layout.divide(2**62, [1, 3, 7]).num_requests > 10**15
 
     def test_lengths(self):
         layout = Layout([FULL, WINDOW, STATE])
-        assert self.quick(lambda: layout.max_requests(2**62, 2**62)) == 0
-        assert self.quick(lambda: layout.max_requests(2**62, 2**50)) > 0
+        assert layout.max_requests(2**62, 2**62) == 0
+        assert layout.max_requests(2**62, 2**50) > 0
 
     def test_long_mixes(self):
         layout = from_hf(model_config("deepseek-v4-pro"))
-        assert self.quick(lambda: layout.divide(2**60, list(range(1, 1_000)))).num_requests > 10**6
+        assert layout.divide(2**60, list(range(1, 1_000))).num_requests > 10**6
 
     def test_odd_weights(self):
         mix = {length: 1 / length for length in range(1, 300)} | {1000: 1e-300}
-        assert self.quick(lambda: Layout([FULL, WINDOW, STATE]).divide(2**60, mix)).num_requests > 10**6
+        assert Layout([FULL, WINDOW, STATE]).divide(2**60, mix).num_requests > 10**6

@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from pagoda import FullAttention, Layout, WindowAttention
 from pagoda.manager import Manager
@@ -44,6 +45,7 @@ def seconds_to_evict(num_pages: int) -> float:
     return min(times)
 
 
+@pytest.mark.long
 def test_a_page_of_a_long_run_costs_no_more_than_one_of_a_short_run():
     """Eight times the pages, some eight times the cost; sixty-four, if each were looked for."""
     assert seconds_to_evict(16_000) < 20 * seconds_to_evict(2_000) + 1e-3

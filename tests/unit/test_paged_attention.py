@@ -14,6 +14,7 @@ from pagoda.attention import PagedView, paged_attention
 from pagoda.attention import _paged as paged
 from pagoda.errors import ArgumentError
 from pagoda.layout import latent
+from profiles import examples
 
 NUM_PAGES = 60
 
@@ -180,7 +181,7 @@ def test_it_is_plain_attention(
     torch.testing.assert_close(case.attend().double(), case.plain(), rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(data=st.data())
 def test_any_batch_page_tokens_and_window(data: st.DataObject):
     kernel_page = data.draw(st.sampled_from([1, 2, 4]))

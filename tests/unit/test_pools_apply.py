@@ -28,6 +28,7 @@ from pagoda.errors import ArgumentError, OutOfRangeError
 from pagoda.layout import latent
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Pools
+from profiles import examples
 
 FULL = FullAttention(kv_heads=2, k_dim=4, v_dim=6, dtype="float32")
 WINDOW = WindowAttention(kv_heads=1, k_dim=8, v_dim=8, window=6, dtype="float16")
@@ -201,7 +202,7 @@ def deltas(draw: st.DrawFn, step: int) -> Delta:
     return delta_of(step, index, page_ids, copies)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=examples(80))
 @given(data=st.data())
 def test_any_sequence_of_deltas_is_what_plain_arrays_say(data: st.DataObject):
     pools = pools_of()
@@ -265,7 +266,7 @@ def test_a_wrong_delta_is_refused_and_changes_nothing(delta: Any, error: type[Ex
     assert content(pools) != before
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_a_delta_with_one_wrong_number_changes_nothing(data: st.DataObject):
     delta = data.draw(deltas(1).filter(lambda delta: delta.packed.size > 5))

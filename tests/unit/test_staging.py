@@ -10,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda import ArgumentError, ConfigError, InvariantError, Staging
+from pagoda.errors import ArgumentError, ConfigError, InvariantError
+from pagoda.pools import Staging
 from pagoda.pools._staging import Lane
+from profiles import examples
 
 
 class Late:
@@ -89,7 +91,7 @@ def equal(sent: list[np.ndarray], arrived: list[np.ndarray]) -> bool:
     return len(sent) == len(arrived) and all(np.array_equal(a, b) for a, b in zip(sent, arrived, strict=True))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 4)), max_size=80))
 def test_what_arrives_is_what_was_sent_however_late_the_device_is(jobs: list[tuple[int, int]]):
     sent, arrived, _ = send_all(Lane, jobs)

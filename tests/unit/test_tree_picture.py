@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import sys
-import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda.errors import ArgumentError, ConfigError
-from pagoda.tree import NodeView, PrefixTree, Tally, TreeCounts, draw_json, draw_rich, draw_text
+from pagoda.tree import NodeView, PrefixTree, Tally, TreeCounts, _labels, draw_json, draw_rich, draw_text
+from profiles import examples
 from twin import PrefixTwin
 
 # rich is an extra, and part of `dev`: a machine without it runs the rest.
@@ -102,10 +102,7 @@ def one_run(**more: Any) -> HandMade:
     return HandMade([top, node(1, top, [1, 2, 3, 4], [1], **more)])
 
 
-def columns(text: str) -> int:
-    return sum(
-        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
-    )
+columns = pytest.importorskip("wcwidth", reason="needs wcwidth").width
 
 
 def rendered(tree: Any, colours: str | None = None, **more: Any) -> str:
@@ -497,7 +494,7 @@ def trees(draw: st.DrawFn) -> HandMade:
     return HandMade(views)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(tree=trees(), texts=st.dictionaries(st.integers(0, 5), st.text(max_size=80)), sizes=st.data())
 def test_json_is_valid_and_within_its_bytes(
     tree: HandMade, texts: dict[int, str], sizes: st.DataObject
@@ -531,8 +528,21 @@ def test_json_is_valid_and_within_its_bytes(
         assert parsed["is_cut"] == (len(numbers) < len(tree.views))
 
 
-@settings(max_examples=80, deadline=None)
-@given(tree=trees(), text=st.text(max_size=300), width=st.integers(60, 140), max_nodes=st.integers(1, 40))
+# Characters whose width depends on what they stand beside: marks, flags, keycaps, skin tones, Hangul, Indic.
+odd_text = st.text(
+    'a世…"\n\x1b\u0301\u0903\u094d\u0915\u0d4e\u0e33\u1100\u1161\u11a8\u180b\u200d\u20e3\u2764\ufe0e\ufe0f'
+    "\U0001f1e9\U0001f1ea\U0001f44d\U0001f3fd\U000e0020\ud800",
+    max_size=60,
+)
+
+
+@settings(max_examples=examples(80))
+@given(
+    tree=trees(),
+    text=st.text(max_size=300) | odd_text,
+    width=st.integers(60, 140),
+    max_nodes=st.integers(1, 40),
+)
 def test_text_never_leaves_its_width(tree: HandMade, text: str, width: int, max_nodes: int) -> None:
     lines = draw_text(tree, tokenizer=lambda tokens: text, width=width, max_nodes=max_nodes).split("\n")
     assert max(map(columns, lines)) <= width
@@ -672,3 +682,11 @@ def test_wrong_arguments_of_one(draw: Callable[..., Any], wrong: dict[str, Any])
 def test_what_is_no_tree(draw: Callable[..., Any], thing: Any) -> None:
     with pytest.raises(ArgumentError, match="tree"):
         draw(thing)
+
+
+def test_without_wcwidth_text_still_keeps_its_width(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_labels, "_widths", lambda: None)
+    text = "日本語 e\u0301 👩‍👩‍👧 naïve"
+    label = _labels.token_label([1, 2, 3], text, False, 20)
+    assert columns(label) <= 20
+    assert label.startswith('"日本語')

@@ -84,6 +84,7 @@ def distinct_first_pages(kind: str, n: int, page_tokens: int) -> np.ndarray:
     return pages
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", ["only the last token differs", "multiples of 2^16", "the same sum", "the same xor"]
 )
@@ -114,6 +115,7 @@ def test_tokens_that_are_all_equal():
     assert tree.evict(5000).page_ids.size == 5000
 
 
+@pytest.mark.long
 def test_committing_page_by_page_is_linear():
     """30,000 tokens, one at a time: work, not time, so that a busy machine cannot fail it."""
 

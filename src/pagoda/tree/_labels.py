@@ -6,31 +6,49 @@ writing or run off the page. What is not printable is escaped, and everything is
 
 from __future__ import annotations
 
-import functools
-import unicodedata
+import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 __all__ = ["clip", "columns_of", "decode", "name_label", "page_label", "rank_label", "token_label"]
 
 ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\\": "\\\\", '"': '\\"'}
-MARKS = ("Mn", "Me")  # accents: written on top of the character before
+# Latin letters, punctuation, arrows, mathematics, boxes: one column each, whatever stands beside them.
+PLAIN = re.compile("[ -~\u00a1-\u00ac\u00ae-\u02ff\u2010-\u2027\u2190-\u22ff\u2500-\u259f]*")
 MARKS_IN_A_ROW = 2  # accents above accents reach into the lines around them
 
 
-@functools.lru_cache(4096)
-def _columns_of_one(c: str) -> int:
-    if unicodedata.category(c) in MARKS:
-        return 0
-    return 2 if unicodedata.east_asian_width(c) in "WF" else 1
+@cache
+def _widths() -> ModuleType | None:
+    """The library that knows how wide characters are, which the extra `rich` brings; None without it."""
+    try:
+        return import_module("wcwidth")
+    except ModuleNotFoundError:
+        return None
 
 
 def columns_of(text: str) -> int:
-    """How many columns of a terminal a text takes: two for wide characters, none for marks. O(text)."""
-    return len(text) if text.isascii() else sum(map(_columns_of_one, text))
+    """How many columns of a terminal a text takes: two for wide characters, none for marks.
+
+    Without wcwidth each character beyond plain ones counts as two, the most that one takes.
+    """
+    if PLAIN.fullmatch(text):
+        return len(text)
+    widths = _widths()  # its tables are read for such text alone
+    if widths is None:
+        return sum(1 if PLAIN.fullmatch(c) else 2 for c in text)
+    return int(widths.width(text))
 
 
 def clip(pieces: Iterable[str], columns: int, has_more: bool = False, more: str = "…") -> str:
-    """As many whole pieces as fit into so many columns, then `more` where some are missing. O(columns)."""
+    """As many whole pieces as fit into so many columns, then `more` where some are missing. O(columns).
+
+    The pieces of a str are its characters as a reader sees them: one with its accents, both halves of a flag.
+    """
+    if isinstance(pieces, str) and not PLAIN.fullmatch(pieces):
+        pieces = _graphemes(pieces)
     kept: list[str] = []
     room = columns
     for piece in pieces:
@@ -46,21 +64,37 @@ def clip(pieces: Iterable[str], columns: int, has_more: bool = False, more: str 
     return "".join(kept)
 
 
+def _graphemes(text: str) -> Iterable[str]:
+    """Characters as a reader sees them."""
+    widths = _widths()
+    return text if widths is None else widths.iter_graphemes(text)
+
+
 def _escaped(text: str) -> Iterable[str]:
-    """One piece a character. Of what Unicode calls not printable (controls, marks of direction, lone
-    surrogates, line separators) the number is written."""
-    marks = 0
-    for c in text:
-        marks = marks + 1 if unicodedata.category(c) in MARKS else 0
-        if c in ESCAPES:
-            yield ESCAPES[c]
-        elif c.isprintable() and marks <= MARKS_IN_A_ROW:
-            yield c
-        else:
-            code = ord(c)
-            yield (
-                f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-            )
+    """One piece per character with its marks. What Unicode calls not printable (controls, marks of direction,
+    lone surrogates, line separators) is written as its number, and so is a mark without a character below."""
+    if PLAIN.fullmatch(text):
+        yield from (ESCAPES.get(c, c) for c in text)
+        return
+    widths = _widths()
+    for cluster in _graphemes(text):
+        piece, room = "", 0  # for more marks on the last character
+        for c in cluster:
+            is_mark = widths is not None and widths.wcwidth(c) == 0
+            if c.isprintable() and c not in ESCAPES and (room or not is_mark):
+                piece += c
+                room = room - 1 if is_mark else MARKS_IN_A_ROW
+                continue
+            if piece:
+                yield piece
+            yield ESCAPES.get(c) or _number(ord(c))
+            piece, room = "", 0
+        if piece:
+            yield piece
+
+
+def _number(code: int) -> str:
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def decode(read: Callable[[list[int]], object] | None, tokens: Sequence[int]) -> str | None:

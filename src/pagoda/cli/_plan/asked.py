@@ -28,7 +28,7 @@ _OPTIONS |= {"state_dtype:": "--state-dtype:", "page_tokens ": "--page-tokens "}
 
 def visible(text: str, columns: int) -> str:
     """Text from files and arguments that stays on its line and moves no cursor. O(columns)."""
-    return clip((c if c.isprintable() else ascii(c)[1:-1] for c in text[: columns + 1]), columns)
+    return clip("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: columns + 1]), columns)
 
 
 @dataclass(frozen=True)
