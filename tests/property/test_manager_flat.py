@@ -42,7 +42,7 @@ class Engine:
             row, hit, *_ = manager.admit(tokens, namespace=space, extra_keys=keys)
             for begin in range(hit, len(tokens), 16):  # whole pages, as far as there are any
                 part = tokens[begin : begin + 16]
-                manager.commit(row, part, [len(part)])
+                manager.commit(row, part)
             self.rows.append(row)
             self.num_calls += 4
         elif self.rows:
@@ -56,7 +56,7 @@ class Engine:
             manager.reserve(some, 2)
             manager.rollback(some, 1)
             manager.commit(some, np.ones(len(some), dtype=np.int32))
-            manager.take_delta()
+            manager.plan()
             manager.pass_fence(manager.step - 1)
             self.num_calls += 6
         if self.rows and choose.random() < 0.2 and len(self.rows) < 30:
@@ -70,7 +70,7 @@ class Engine:
 
     def ends(self, at: int) -> None:
         self.manager.release(self.rows.pop(at))
-        self.manager.take_delta()
+        self.manager.plan()
         self.manager.pass_fence(self.manager.step - 1)
         self.num_calls += 3
 

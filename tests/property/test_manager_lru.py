@@ -122,7 +122,7 @@ def test_hits_are_those_of_a_plain_lru_cache(page_tokens: int, num_pages: int, t
                 assert got.hit == plain.hit
                 num_hits += got.hit > 0
                 plain.learn(tokens[plain.hit :])
-                manager.commit(got.row, tokens[got.hit :], [len(tokens) - got.hit])
+                manager.commit(got.row, tokens[got.hit :])
                 running[got.row], left[got.row] = (plain, talk), choose.randrange(1, 15)
         # One more token for everybody; for whom there is no room, that was all. Whoever got a page in this
         # step ends with it, after those who did not and end at once.
@@ -148,7 +148,7 @@ def test_hits_are_those_of_a_plain_lru_cache(page_tokens: int, num_pages: int, t
             plain, talk = running.pop(row)
             said[talk] = plain.known
             plain.end()
-        manager.take_delta()
+        manager.plan()
         manager.pass_fence(manager.step - 1)
         (group,) = manager.stats().groups
         assert group.free == num_pages - len(cache.used) - cache.private

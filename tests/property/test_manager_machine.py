@@ -233,7 +233,7 @@ class ManagerMachine(RuleBasedStateMachine):
         model.reserve(numbers, each)
         for number in numbers:
             row = model.rows[number]
-            assert manager.reserved(number).tolist() == [row.reserved]
+            assert manager.reserved(number) == row.reserved
             self.expect(number, row, begins[number], 0)
 
     def committable(self, row: RowModel) -> int:
@@ -257,9 +257,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.commit(rows, tokens, None if is_plain else np.array(counts))
         for number in numbers:
             row = self.model.rows[number]
-            assert self.manager.committed(number).tolist() == [row.committed]
+            assert self.manager.committed(number) == row.committed
             if not self.model.is_blurred:
-                assert self.manager.stored(number).tolist() == [len(row.path) * self.size]
+                assert self.manager.stored(number) == len(row.path) * self.size
 
     @precondition(lambda self: self.model.rows)
     @rule(data=st.data())
@@ -316,7 +316,7 @@ class ManagerMachine(RuleBasedStateMachine):
             pages = {
                 (g, id)
                 for g, it in enumerate(model.groups)
-                for id in self.manager.pages(number, it.name).tolist()
+                for id in self.manager.page_ids(number, it.name).tolist()
             }
             self.copied[child] = self.copied.get(number, set()) | pages
             self.expect(child, row, [0] * len(model.groups), row.committed)
@@ -329,7 +329,7 @@ class ManagerMachine(RuleBasedStateMachine):
         model, device = self.model, self.device
         step = self.manager.step
         assert step == model.step
-        delta = self.manager.take_delta()
+        delta = self.manager.plan()
         assert delta.step == step
         assert self.manager.step == step + 1
         fresh = self.apply(delta)
@@ -357,14 +357,14 @@ class ManagerMachine(RuleBasedStateMachine):
     def apply(self, delta: Delta) -> list[set[int]]:
         """Writes the tables; out: pages of each group that were handed out anew."""
         model, device = self.model, self.device
-        places = [device.place(index) for index in delta.index.tolist()]
+        places = [device.place(index) for index in delta.places.tolist()]
         assert len(set(places)) == len(places)
         gone = {it for it in places if it[1] not in model.rows}
         assert self.expected <= set(places) <= self.allowed | gone
         self.expected, self.allowed = set(), set()
         before = device.flat.copy()
         device.pools.apply(delta)
-        before[delta.index] = delta.page_ids
+        before[delta.places] = delta.page_ids
         assert (device.flat == before).all()
         fresh: list[set[int]] = [set() for _ in model.groups]
         for (g, number, page), id in zip(places, delta.page_ids.tolist(), strict=True):
@@ -548,7 +548,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.fails(ArgumentError, lambda: manager.commit(number, [0] * (open_ + 1), [open_ + 1]))
             elif which == 5:
                 more = model.max_tokens - row.reserved + 1
-                assert manager.can_reserve(number, more) == 0
+                assert manager.num_reservable(number, more) == 0
                 self.fails(ArgumentError, lambda: manager.reserve(number, more))
             elif which == 6 and open_:
                 self.fails(OutOfRangeError, lambda: manager.commit(number, [-1]))
@@ -598,7 +598,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for number in rows:
             model.release(number)
         self.expected = set()
-        manager.take_delta()
+        manager.plan()
         self.passes(model.step)
         model.step += 1
         self.holds()
@@ -620,7 +620,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert group.free + group.evictable + group.running == group.total
         full = [g for g in stats.groups if self.model.groups[0].window is None]
         manager.release(taken)
-        manager.take_delta()
+        manager.plan()
         manager.pass_fence(manager.step - 1)
         manager.check()
         if full and full[0].running == full[0].total:

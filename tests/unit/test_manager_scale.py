@@ -26,7 +26,7 @@ def cache(manager: Manager, prompt: npt.NDArray[np.int32]) -> None:
     got = manager.admit(prompt)
     manager.commit(got.row, prompt[got.hit :], len(prompt) - got.hit)
     manager.release(got.row)
-    manager.pass_fence(manager.take_delta().step)
+    manager.pass_fence(manager.plan().step)
 
 
 def seconds_to_evict(num_pages: int) -> float:
@@ -36,7 +36,7 @@ def seconds_to_evict(num_pages: int) -> float:
         manager = make(2 * num_pages, num_pages, num_pages * PAGE)
         cache(manager, tokens(num_pages, 0))
         heard: list[object] = []
-        manager.listen(heard.append)
+        manager.tree.listen(heard.append)
         begin = time.thread_time()
         manager.admit(tokens(num_pages, 1))
         times.append(time.thread_time() - begin)
@@ -73,7 +73,7 @@ def test_pages_are_removed_where_they_were_stored():
                 stored[name] = *place, *ids
             parent = stored[name][2]
 
-    manager.listen(listener)
+    manager.tree.listen(listener)
     rng = np.random.default_rng(0)
     for _ in range(120):
         prompts = [first, *branches, tokens(7, int(rng.integers(100, 110)))]
