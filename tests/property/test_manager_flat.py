@@ -48,22 +48,21 @@ class Engine:
         elif self.rows:
             self.ends(choose.randrange(len(self.rows)))
         for _ in range(6):
-            fit = manager.can_reserve(self.rows, 2)
+            fit = manager.num_reservable(self.rows, 2)
             if fit < len(self.rows):
                 self.ends(-1)
-                fit = manager.can_reserve(self.rows, 2)
+                fit = manager.num_reservable(self.rows, 2)
             some = self.rows[:fit]
             manager.reserve(some, 2)
+            manager.pass_fence(manager.plan(some, 2).step)
             manager.rollback(some, 1)
             manager.commit(some, np.ones(len(some), dtype=np.int32))
-            manager.plan()
-            manager.pass_fence(manager.step - 1)
             self.num_calls += 6
         if self.rows and choose.random() < 0.2 and len(self.rows) < 30:
             row = choose.choice(self.rows)
             before = manager.stats().groups
             if all(group.free + group.evictable > 4 for group in before):
-                self.rows += manager.fork(row, 1).tolist()
+                self.rows.append(manager.fork(row))
                 self.num_calls += 2
         if self.rows and choose.random() < 0.6:
             self.ends(choose.randrange(len(self.rows)))

@@ -137,7 +137,8 @@ def test_hits_are_those_of_a_plain_lru_cache(page_tokens: int, num_pages: int, t
             late += [row] * plain.pages_for_next()
             plain.grow()
             token = choose.randrange(50)
-            manager.commit(row, [token])
+            manager.plan(row)
+            manager.commit(row, token)
             plain.learn((token,))
             left[row] -= 1
             if left[row] == 0:

@@ -24,7 +24,8 @@ def tokens(num_pages: int, seed: int) -> npt.NDArray[np.int32]:
 
 def cache(manager: Manager, prompt: npt.NDArray[np.int32]) -> None:
     got = manager.admit(prompt)
-    manager.commit(got.row, prompt[got.hit :], len(prompt) - got.hit)
+    manager.pass_fence(manager.plan(got.row, len(prompt) - got.hit).step)
+    manager.commit(got.row, prompt[got.hit :])
     manager.release(got.row)
     manager.pass_fence(manager.plan().step)
 
