@@ -39,9 +39,10 @@ class Engine:
         keys = [(3, 20, b"image %d" % choose.randrange(1000))] if choose.random() < 0.1 else ()
         space = b"user %d" % choose.randrange(1000) if choose.random() < 0.1 else b""
         if manager.can_admit(tokens, namespace=space, extra_keys=keys):
-            row, hit, *_ = manager.admit(tokens, namespace=space, extra_keys=keys)
+            row, hit, _ = manager.admit(tokens, namespace=space, extra_keys=keys)
             for begin in range(hit, len(tokens), 16):  # whole pages, as far as there are any
                 part = tokens[begin : begin + 16]
+                manager.pass_fence(manager.plan(row, len(part)).step)
                 manager.commit(row, part)
             self.rows.append(row)
             self.num_calls += 4
