@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pagoda
-from pagoda import DeviceTable, FreeList, PageTable, Staging, StatePart, StatePool, TokenPool
+from pagoda import DeviceTable, FreeList, FullAttention, Layout, Manager, Staging, StatePart, StatePool, TokenPool
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,8 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
         pagoda.TokenToKVPoolAllocator(4096, device, page_size=4),
     )
     blocks, cache, ids = pagoda.BlockAllocator(4096, device), pagoda.SlotAllocator(4096), FreeList(4096)
-    pages, host_table = FreeList(4096), PageTable(4096, 8, 4)
+    layout = Layout([FullAttention(kv_heads=1, k_dim=8, v_dim=8)], 4)
+    manager = Manager(layout, {"full": 4096}, num_rows=256, max_tokens=64)
     packed = pool.pack([1])
 
     def cycle_slots() -> None:
@@ -72,10 +73,13 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
             slots.free(slots.alloc(8))  # type: ignore[arg-type]
 
     def cycle_rows() -> None:
-        row = int(ids.alloc(1)[0])
-        host_table.grow(pages, [row], [9])
-        pages.free(host_table.release(row))
-        ids.free([row])
+        row, hit, _ = manager.admit(list(range(9)))
+        delta = manager.plan([row], 9 - hit)
+        assert delta.rows.tolist() == [row]
+        assert len(set(delta.places.tolist())) == len(delta.places) == len(delta.page_ids)
+        manager.commit(row, list(range(hit, 9)))
+        manager.release([row, manager.fork(row)])
+        manager.pass_fence(delta.step)
 
     return {
         "store": lambda: pool.store(0, [4, 5, 6], rows, rows),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda import ArgumentError, FreeList, PageTable
+from pagoda import ArgumentError, FreeList
 from pagoda._native import sum_ids
 
 VALUES = [3, -1, 2**31 - 1, -(2**31), 0]
@@ -132,15 +132,6 @@ def test_memory_that_a_later_argument_frees_is_not_read():
 
     with pytest.raises(ArgumentError, match="entries"):
         FreeList(1000).grow(lens, same, same, Freeing())  # type: ignore[arg-type]
-    table, ids = PageTable(2, 8, 16), torch.ones(2_000_000, dtype=torch.int32)
-
-    class Other:
-        def __index__(self) -> int:
-            ids.set_()
-            return 16
-
-    with pytest.raises(ArgumentError):
-        table.append(1, ids, Other())  # type: ignore[arg-type]
 
 
 def test_a_tensor_without_storage_is_refused():
