@@ -107,8 +107,6 @@ MISTAKES = [
     ("fuzz_memory", "core/manager_admit.cpp", "request.copies.reserve(", "request.ranges.reserve("),
     ("fuzz_memory", "core/manager_room.cpp", "group.cached.move_duplicates(page, duplicate);", ""),
     ("fuzz_memory", "core/manager_step.cpp", "group.cached.unlink_duplicate(group.place(rows[i], p));", ""),
-    ("fuzz_memory", "core/window_pages.cpp", "if (next != 0) prev_duplicate_[next] = prev;", ""),
-    ("fuzz_memory", "core/delta.hpp", "at < next; ++at) out[at] = 0;", "at <= next; ++at) out[at] = 0;"),
 ]
 
 
