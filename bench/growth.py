@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from pagoda.tables import PageTable
 
 from bench.measure import microseconds, save, table
-from pagoda import FreeList, PageTable
+from pagoda import FreeList
 
 PAGE_SIZE = 16
 STEPS = 100

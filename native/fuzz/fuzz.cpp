@@ -51,8 +51,8 @@ bool throws(Call call) {
 
 class Fuzz {
  public:
-  Fuzz(uint64_t seed, int64_t num_ids, int64_t first_id, int64_t page_size)
-      : random_(seed), num_ids_(num_ids), first_(first_id), pages_(page_size), list_(num_ids, first_id, "pages") {
+  Fuzz(uint64_t seed, int64_t num_ids, int64_t first_id, int64_t page_tokens)
+      : random_(seed), num_ids_(num_ids), first_(first_id), pages_(page_tokens), list_(num_ids, first_id, "pages") {
     refill();
   }
 
@@ -272,12 +272,12 @@ int main(int argc, char** argv) {
   const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1;
   const int64_t steps = argc > 2 ? std::strtoll(argv[2], nullptr, 10) : 20000;
   struct Space {
-    int64_t num_ids, first_id, page_size;
+    int64_t num_ids, first_id, page_tokens;
   };
   const Space spaces[] = {{0, 1, 1}, {1, 0, 1}, {63, 1, 1}, {64, 0, 2}, {65, 7, 16}, {5000, 1, 64}, {300, 1, 3}};
   try {
     for (const Space& space : spaces) {
-      Fuzz fuzz(seed, space.num_ids, space.first_id, space.page_size);
+      Fuzz fuzz(seed, space.num_ids, space.first_id, space.page_tokens);
       for (int64_t i = 0; i < steps; ++i, ++g_step) {
         fuzz.step();
         if (i % 64 == 0) fuzz.compare();

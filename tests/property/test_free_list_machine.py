@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagoda import CapacityError, FreeList, NotHeldError, OutOfRangeError, PagodaError
+from pagoda import CapacityError, FreeList, PagodaError
+from pagoda.errors import NotHeldError, OutOfRangeError
 
 PAGE_SIZES = [1, 2, 16, 64]
 RUNS = settings(max_examples=60, stateful_step_count=60, deadline=None)
@@ -18,11 +19,11 @@ class FreeListMachine(RuleBasedStateMachine):
     @initialize(
         num_ids=st.sampled_from([1, 3, 64, 65, 200]),
         first_id=st.sampled_from([0, 1, 70]),
-        page_size=st.sampled_from(PAGE_SIZES),
+        page_tokens=st.sampled_from(PAGE_SIZES),
     )
-    def build(self, num_ids: int, first_id: int, page_size: int) -> None:
+    def build(self, num_ids: int, first_id: int, page_tokens: int) -> None:
         self.ids = FreeList(num_ids, first_id)
-        self.page_size = page_size
+        self.page_tokens = page_tokens
         self.everything = set(range(first_id, first_id + num_ids))
         self.free, self.held = set(self.everything), set[int]()
         self.waiting: dict[int, set[int]] = {}
@@ -79,10 +80,10 @@ class FreeListMachine(RuleBasedStateMachine):
     @rule(data=st.data(), fence=st.none() | st.integers(-3, 6))
     def give_back_by_slots(self, data: st.DataObject, fence: int | None) -> None:
         ids = self.pick(data, self.held)
-        times = 1 if self.page_size == 1 else data.draw(st.integers(1, 3))
-        offsets = st.integers(0, self.page_size - 1)
-        slots = [i * self.page_size + data.draw(offsets) for i in ids for _ in range(times)]
-        self.ids.free_slots(data.draw(st.permutations(slots)), self.page_size, fence)
+        times = 1 if self.page_tokens == 1 else data.draw(st.integers(1, 3))
+        offsets = st.integers(0, self.page_tokens - 1)
+        slots = [i * self.page_tokens + data.draw(offsets) for i in ids for _ in range(times)]
+        self.ids.free_slots(data.draw(st.permutations(slots)), self.page_tokens, fence)
         self.put(set(ids), fence)
 
     @rule(fence=st.integers(-3, 6))

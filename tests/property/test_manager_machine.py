@@ -599,7 +599,9 @@ class ManagerMachine(RuleBasedStateMachine):
             open_, planned = row.reserved - row.committed, row.computed - row.committed
             if which == 4:
                 self.fails(ArgumentError, lambda: manager.rollback(number, open_ + 1))
-                self.fails(ArgumentError, lambda: manager.commit(number, [0] * (planned + 1)), "plan them first")
+                self.fails(
+                    ArgumentError, lambda: manager.commit(number, [0] * (planned + 1)), "plan them first"
+                )
                 self.fails(ArgumentError, lambda: manager.commit(number, [0], [1]), "leave it out")
                 more = row.reserved - row.computed + 1
                 self.fails(ArgumentError, lambda: manager.plan([number], more), "reserve them first")

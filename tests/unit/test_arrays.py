@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda import ArgumentError, FreeList
+from pagoda import FreeList
 from pagoda._native import sum_ids
+from pagoda.errors import ArgumentError
 
 VALUES = [3, -1, 2**31 - 1, -(2**31), 0]
 

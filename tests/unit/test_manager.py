@@ -99,7 +99,7 @@ class Tables:
 def test_what_a_manager_says_about_itself():
     manager = make(FULL, LATENT, page_tokens={"full": 4, "latent": 6}, num_rows=3, max_tokens=30)
     assert (manager.num_rows, manager.max_tokens, manager.step) == (3, 30, 1)
-    assert manager.resume_step == manager.tree.page_size == 12
+    assert manager.resume_step == manager.tree.page_tokens == 12
     assert repr(manager) == (
         "Manager(0 of 3 rows running; full: 20 of 20 pages available, latent: 20 of 20 pages available)"
     )
@@ -129,7 +129,9 @@ def test_the_first_request_hits_nothing_and_the_second_what_the_first_has_commit
     compute(manager, first.row, tokens(9))
     second = manager.admit(tokens(10))
     assert second.hit == 8
-    assert manager.page_ids(second.row, "full")[:2].tolist() == manager.page_ids(first.row, "full")[:2].tolist()
+    assert (
+        manager.page_ids(second.row, "full")[:2].tolist() == manager.page_ids(first.row, "full")[:2].tolist()
+    )
     assert group(manager).leased == 2
     manager.check()
 

@@ -441,7 +441,7 @@ def test_a_manager_that_nobody_initialised(name: str, given: tuple[Any, ...]):
         made.tree.nodes,
         made.tree.namespaces,
         made.tree.__repr__,
-        lambda: made.tree.page_size,
+        lambda: made.tree.page_tokens,
         lambda: made.tree.listen(print),
         lambda: made.tree.unlisten(print),
     ):
@@ -630,9 +630,7 @@ def test_any_head_of_a_delta(changes: list[tuple[int, int]], cut: int | None, ta
     sections=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 60), st.integers(0, 8))),
     num_words=st.integers(0, 60),
 )
-def test_any_directory_of_a_delta(
-    num_groups: int, sections: list[tuple[int, int, int, int]], num_words: int
-):
+def test_any_directory_of_a_delta(num_groups: int, sections: list[tuple[int, int, int, int]], num_words: int):
     directory = np.array(sorted(sections, key=lambda it: it[:2]), dtype=np.int32).reshape(-1, 4)
     directory[:, 2] += 5 + directory.size
     head = [a_delta()[0], 7, 0, num_groups, len(directory)]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda import ArgumentError, ConfigError, InvariantError, Staging
-from pagoda.pools.staging import Lane
+from pagoda.pools._staging import Lane
 
 
 class Late:
