@@ -252,11 +252,15 @@ void drop(Managed& self, nb::handle space) {
 nb::object plan(Managed& self, nb::handle rows, nb::handle counts) {
   RowsArgument which(rows);
   CountsArgument each(counts, "counts");
+  // A tuple is made before the layout: that may run finalizers, which may call the manager.
+  nb::object result = nb::steal(PyTuple_New(2));
+  if (!result.is_valid()) throw nb::python_error();
   const Ids ids = which.borrow();
   const PerRow queries = each.borrow();
   const DeltaLayout layout = self.core.lay_out(ids, queries);
   auto packed = new_int32(layout.size());
-  nb::object result = nb::make_tuple(self.core.step(), std::move(packed.array));
+  PyTuple_SetItem(result.ptr(), 0, nb::int_(self.core.step()).release().ptr());
+  PyTuple_SetItem(result.ptr(), 1, packed.array.release().ptr());
   self.core.plan(ids, queries, layout, packed.data);
   return result;
 }

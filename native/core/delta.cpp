@@ -22,6 +22,7 @@ int64_t DeltaLayout::write_head(int64_t step, int32_t* out) const {
   *out++ = static_cast<int32_t>(step >> 31);
   *out++ = static_cast<int32_t>(num_groups_);
   *out++ = static_cast<int32_t>(num_sections_);
+  const int32_t* const end = out - DeltaView::kFixed + head;
   int64_t at = head;
   for (int64_t i = 0; i < num_sections_; ++i) {
     const Entry& section = (*this)[i];
@@ -31,6 +32,7 @@ int64_t DeltaLayout::write_head(int64_t step, int32_t* out) const {
     *out++ = static_cast<int32_t>(section.size);
     at = aligned(at + section.size);
   }
+  while (out < end) *out++ = 0;
   return head;
 }
 
@@ -41,28 +43,33 @@ DeltaView::DeltaView(Ids packed) : packed_(packed), step_(0) {
   if (packed.size < kFixed || packed[0] != kFormat) refuse("they do not begin with its format");
   if (packed[1] < 0 || packed[2] < 0 || packed[3] < 0) refuse("the head has a negative number");
   const int64_t num_sections = packed[4];
+  if (packed[3] > kMaxGroups) refuse("it has too many groups");
   if (num_sections < 0 || kFixed + 4 * num_sections > packed.size) refuse("the directory is cut off");
   step_ = packed[1] | int64_t{packed[2]} << 31;
+  const char* const differ = "two sections that belong together differ in size";
+  constexpr int64_t kShared = static_cast<int64_t>(Section::kPageIds);  // kinds up to this one are of all groups
+  int64_t last = 0;      // of a known kind, as a place in the order that they are listed in
+  int64_t sources = 0;   // the size of those whose targets come next
   for (int64_t i = 0; i < num_sections; ++i) {
     const int32_t* entry = packed.data + kFixed + 4 * i;
-    const int64_t group = entry[1], begin = entry[2], size = entry[3];
+    const int64_t kind = entry[0], group = entry[1], begin = entry[2], size = entry[3];
     if (group < 0 || group >= std::max<int64_t>(1, num_groups())) refuse("a section is of no group");
     if (begin < kFixed + 4 * num_sections || size < 0 || begin + size > packed.size) refuse("a section is cut off");
+    if (kind < 1 || kind > static_cast<int64_t>(Section::kTargets)) continue;
+    const int64_t at = kind <= kShared ? kind : kind + 2 * group;
+    if (at <= last || (kind <= kShared && group > 0)) refuse("its sections are out of order");
+    const bool is_targets = kind == static_cast<int64_t>(Section::kTargets);
+    if (is_targets ? size != (at == last + 1 ? sources : 0) : sources > 0) refuse(differ);
+    sources = kind == static_cast<int64_t>(Section::kSources) ? size : 0;
+    last = at;
   }
-  const auto require_equal = [&](Section a, Section b, int64_t more, int64_t group) {
-    if (section(a, group).size + (section(a, group).size > 0 ? more : 0) != section(b, group).size) {
-      refuse("two sections that belong together differ in size");
-    }
-  };
-  require_equal(Section::kRows, Section::kLengths, 0, 0);
-  require_equal(Section::kRows, Section::kCounts, 0, 0);
-  require_equal(Section::kRows, Section::kStarts, 1, 0);
-  require_equal(Section::kPlaces, Section::kPageIds, 0, 0);
-  for_sections([&](Section kind, int64_t group, int64_t, int64_t) {
-    if (kind == Section::kSources || kind == Section::kTargets) {
-      require_equal(Section::kSources, Section::kTargets, 0, group);
-    }
-  });
+  if (sources > 0) refuse(differ);
+  const auto size = [&](Section kind) { return section(kind).size; };
+  const int64_t num_rows = size(Section::kRows);
+  if (size(Section::kLengths) != num_rows || size(Section::kCounts) != num_rows ||
+      size(Section::kStarts) != (num_rows > 0 ? num_rows + 1 : 0) || size(Section::kPlaces) != size(Section::kPageIds)) {
+    refuse(differ);
+  }
 }
 
 Ids DeltaView::section(Section kind, int64_t group) const {

@@ -4,8 +4,9 @@
 //     [kind, group, begin, size] of each section: the directory
 //     the sections, each at a multiple of four words, so that it is aligned wherever the array is copied to
 //
-// Sections are found through the directory, by kind and group; one that is empty may be left out, and one of an
-// unknown kind is passed over. This file is the only place that knows the format.
+// Sections are found through the directory, by kind and group. Those of known kinds are listed in the order below, each
+// once, sources and targets group by group; one that is empty may be left out, and one of an unknown kind is passed over.
+// Words between sections are 0. This file is the only place that knows the format.
 #pragma once
 
 #include <cstdint>
@@ -51,7 +52,8 @@ class DeltaLayout {
     for (int64_t i = 0; i < num_sections_; ++i) {
       const Entry& section = (*this)[i];
       fill(section.kind, section.group, out + at);
-      at = aligned(at + section.size);
+      at += section.size;
+      for (const int64_t next = aligned(at); at < next; ++at) out[at] = 0;
     }
   }
 
@@ -94,6 +96,7 @@ class DeltaView {
 
   static constexpr int64_t kFixed = 5;  // words before the directory
   static constexpr int32_t kFormat = 0x50474431;
+  static constexpr int32_t kMaxGroups = 1 << 16;
 
  private:
   Ids packed_;

@@ -261,7 +261,7 @@ class Manager {
   void prefetch_stores(size_t i) const;
   void store_all(int64_t number, const int32_t* tokens, int64_t waiting, int64_t n);
   void store(int64_t number, const int32_t* tokens, int64_t num_pages);
-  void link_duplicates(Group& group, size_t g, int64_t number, int64_t tree_begin, int64_t tree_end);
+  void link_duplicates(Group& group, int64_t number, int64_t tree_begin, int64_t tree_end);
   void give_up(int64_t number);
 
   // ── ends and steps (manager_step.cpp)

@@ -219,13 +219,13 @@ void Manager::store(int64_t number, const int32_t* tokens, int64_t n) {
         }
       }
     }
-    if (group.has_window() && present > first_page) link_duplicates(group, g, number, first_page, present);
+    if (group.has_window() && present > first_page) link_duplicates(group, number, first_page, present);
   }
   row.stored += static_cast<int32_t>(math_.first_slot(n));
 }
 
 // Of pages [tree_begin, tree_end) of the tree, which another row stored first, this row keeps its own.
-void Manager::link_duplicates(Group& group, size_t g, int64_t number, int64_t tree_begin, int64_t tree_end) {
+void Manager::link_duplicates(Group& group, int64_t number, int64_t tree_begin, int64_t tree_end) {
   const uint8_t* own = group.owned(number);
   for (int c = 0; c < group.num_columns; ++c) {
     auto& column = columns_[static_cast<size_t>(group.first_column + c)];

@@ -13,14 +13,12 @@
 #include <vector>
 
 #include "core/free_list.hpp"
-#include "core/page_table.hpp"
 
 namespace {
 
 using pagoda::FreeList;
 using pagoda::Ids;
 using pagoda::PageMath;
-using pagoda::PageTable;
 
 int64_t g_step = 0;
 
@@ -268,69 +266,6 @@ class Fuzz {
   Model model_;
 };
 
-// Rows that grow, get a prefix, and end; every token's slot is checked against a plain list.
-void fuzz_table(uint64_t seed, int64_t page_tokens, int64_t steps) {
-  std::mt19937_64 random(seed);
-  const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % static_cast<uint64_t>(n)); };
-  constexpr int64_t kRows = 9, kMaxPages = 12, kPages = 60;
-  FreeList list(kPages, 1, "pages");
-  PageTable table(kRows, kMaxPages, page_tokens);
-  std::vector<std::vector<int32_t>> model(kRows + 1);  // page ids of each row
-  std::vector<int64_t> lens(kRows + 1, 0);
-  const PageMath math(page_tokens);
-  for (int64_t i = 0; i < steps; ++i, ++g_step) {
-    if (below(4) > 0) {
-      std::vector<int32_t> rows, to;
-      for (int32_t row = 1; row <= kRows; ++row) {
-        if (below(2) == 0) continue;
-        rows.push_back(row);
-        to.push_back(static_cast<int32_t>(lens[row] + below(2 * page_tokens + 1)));
-      }
-      pagoda::FreeList::Need need{0, 0};
-      if (throws([&] { need = table.plan_growth(list, view(rows), view(to)); })) continue;
-      std::vector<int32_t> slots(static_cast<size_t>(need.tokens)), ids(static_cast<size_t>(need.pages));
-      std::vector<int64_t> index(static_cast<size_t>(need.pages));
-      table.fill_growth(need, list, view(rows), view(to), slots.data(), index.data(), ids.data());
-      size_t at = 0, next = 0;
-      for (size_t r = 0; r < rows.size(); ++r) {
-        auto& pages = model[rows[r]];
-        for (; lens[rows[r]] < to[r]; ++lens[rows[r]]) {
-          const int64_t position = lens[rows[r]];
-          if (position % page_tokens == 0) {
-            require(index[next] == rows[r] * kMaxPages + static_cast<int64_t>(pages.size()),
-                    "an entry is written elsewhere");
-            pages.push_back(ids[next++]);
-          }
-          require(slots[at++] == pages.back() * page_tokens + position % page_tokens, "a token lies elsewhere");
-        }
-      }
-    } else {
-      const int32_t row = static_cast<int32_t>(1 + below(kRows));
-      list.free(view(model[row]), std::nullopt);
-      table.release(row);
-      model[row].clear();
-      lens[row] = 0;
-      const std::vector<int32_t> none;
-      std::vector<int64_t> index(1);
-      int32_t page = 0;
-      if (list.num_free() > 0 && below(2) == 0) {
-        list.alloc(1, &page);
-        table.append(row, {&page, 1}, page_tokens, index.data());
-        model[row].push_back(page);
-        lens[row] = page_tokens;
-      }
-    }
-    if (i % 16 == 0) {
-      table.check();
-      list.check();
-      for (int64_t row = 1; row <= kRows; ++row) {
-        require(table.num_tokens(row) == lens[row], "a row's length differs");
-        require(std::equal(model[row].begin(), model[row].end(), table.pages(row)), "a row's pages differ");
-      }
-    }
-  }
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -349,7 +284,6 @@ int main(int argc, char** argv) {
       }
       fuzz.compare();
     }
-    for (int64_t page_tokens : {1, 2, 3, 16}) fuzz_table(seed, page_tokens, steps);
   } catch (const pagoda::BrokenInvariant& e) {
     std::printf("step %lld: invariant %d: %s\n", static_cast<long long>(g_step), e.number, e.message.c_str());
     return 1;

@@ -53,15 +53,17 @@ struct Request {
 
 class Fuzz {
  public:
-  explicit Fuzz(uint64_t seed) : random_(seed), manager_(specs(), kRows, kTokens, below(2), 0) {
+  explicit Fuzz(uint64_t seed) : random_(seed), manager_(specs(), kRows, kTokens, below(2)) {
     manager_.tree().listen(below(2) == 0);
   }
 
   void step() {
-    switch (below(10)) {
+    switch (below(11)) {
       case 0:
       case 1:
         return admit();
+      case 10:
+        return admit_again();
       case 2:
       case 3:
         return grow();
@@ -74,16 +76,21 @@ class Fuzz {
       case 7:
         return below(3) == 0 ? forget() : end_step();
       default:
-        return end_step();
+        end_step();
+        if (below(4) > 0) commit();
     }
   }
 
   int64_t num_failures() const { return num_failures_; }
   int64_t num_evicted() const { return manager_.stats().evicted; }
+  int64_t num_duplicates() const { return num_duplicates_; }
 
  private:
   static constexpr int64_t kRows = 7, kTokens = 60;
+  static constexpr PerRow kNone{{nullptr, 0}, 0, false};
 
+  // Up to n, often all of it.
+  int64_t up_to(int64_t n) { return below(2) == 0 ? n : below(n + 1); }
   int64_t below(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
 
   std::vector<GroupSpec> specs() {
@@ -91,31 +98,35 @@ class Fuzz {
       case 0:
         return {{"full", 4, 0, 24}};
       case 1:
-        return {{"full", 2, 0, 50}, {"window", 4, 6, 16}};
+        return {{"full", 2, 0, 50}, {"window", 4, 6, 14}};
       case 2:
-        return {{"window", 4, 6, 20}};
+        return {{"window", 4, 6, 14}};
       default:
-        return {{"window", 2, 5, 30}, {"full", 4, 0, 24}, {"latent", 2, 0, 50}};
+        return {{"window", 2, 5, 24}, {"full", 4, 0, 24}, {"latent", 2, 0, 50}};
     }
   }
 
-  // What a caller can see. Cached pages that nobody reads are told apart from free ones only if `is_whole`.
+  // Words of the delta that a plan without rows would give.
+  int64_t delta_size() const { return const_cast<Manager&>(manager_).lay_out({nullptr, 0}, kNone).size(); }
+
+  // What a caller can see. Only if `is_whole` are cached pages that nobody reads told apart from free ones, and a row's
+  // own pages from those of the tree, since a duplicate takes the place of a page that is evicted.
   std::vector<int64_t> seen(bool is_whole) const {
     const Manager::Stats stats = manager_.stats();
-    std::vector<int64_t> all{manager_.step(), stats.rows, stats.waiting_rows, manager_.delta_size(), stats.admitted};
+    std::vector<int64_t> all{manager_.step(), stats.rows, stats.waiting_rows, delta_size(), stats.admitted};
     for (int64_t g = 0; g < manager_.num_groups(); ++g) {
       const Manager::Pages pages = manager_.pages(manager_.group(g));
-      all.insert(all.end(), {pages.free + pages.evictable, pages.leased, pages.running, pages.waiting});
-      if (is_whole) all.push_back(pages.evictable);
+      all.insert(all.end(), {pages.free + pages.evictable, pages.leased + pages.running, pages.waiting});
+      if (is_whole) all.insert(all.end(), {pages.evictable, pages.running});
       for (const Request& request : running_) {
-        const int32_t* entries = manager_.group(g).entries(request.row);
+        const int32_t* ids = manager_.table().row(static_cast<size_t>(g), request.row);
         const int64_t first = manager_.first_page(request.row, g);
-        all.insert(all.end(), entries + first, entries + manager_.end_page(request.row, g));
+        all.insert(all.end(), ids + first, ids + manager_.end_page(request.row, g));
       }
     }
     for (const Request& request : running_) {
       const Manager::Lengths lengths = manager_.lengths(request.row);
-      all.insert(all.end(), {lengths.reserved, lengths.committed, lengths.stored});
+      all.insert(all.end(), {lengths.reserved, lengths.computed, lengths.committed, lengths.stored});
     }
     if (!is_whole) return all;
     for (const NodeInfo& node : manager_.tree().nodes(1 << 20, 1 << 20, nullptr)) {
@@ -158,13 +169,31 @@ class Fuzz {
     prompt.resize(std::min<size_t>(prompt.size(), kTokens - 8));
     const std::string space = below(4) == 0 ? "a name that is too long to be kept in place" : "";
     const std::vector<KeyRange> ranges{{0, 3, "another name that is too long to be kept in place"}};
-    const Sequence sequence{
-        space, {prompt.data(), static_cast<int64_t>(prompt.size())}, below(5) == 0 ? &ranges : nullptr};
-    const bool is_cached = below(6) > 0;
+    admit(prompt, space, below(5) == 0 ? &ranges : nullptr, below(6) > 0, below(6) > 0);
+  }
+
+  // What another row is computing too: both keep pages of their own, and what is stored first is the tree's.
+  void admit_again() {
+    if (running_.empty()) return;
+    const Tokens prompt = running_[static_cast<size_t>(below(num_running()))].prompt;
+    admit(prompt, "", nullptr, below(2) == 0, true);
+  }
+
+  void admit(const Tokens& prompt, const std::string& space, const std::vector<KeyRange>* ranges, bool read,
+             bool store) {
+    const int64_t n = static_cast<int64_t>(prompt.size());
+    Manager::Prompt wanted{{space, {prompt.data(), n}, ranges}, -1, -1, read, store};
+    if (below(4) == 0) wanted.max_hit = below(n + 2);
+    if (below(4) == 0) wanted.reserve = below(8);
+    bool can_admit = false;
+    call("can_admit", false, [&] { can_admit = manager_.can_admit(wanted); });
     Manager::Admitted got{};
-    if (call("admit", true, [&] { got = manager_.admit(sequence, -1, is_cached); })) {
-      running_.push_back({static_cast<int32_t>(got.row), prompt});
-    }
+    const bool is_done = call("admit", true, [&] { got = manager_.admit(wanted); });
+    require(is_done == can_admit, "admit", "does not do what can_admit said");
+    if (!is_done) return;
+    const int64_t most = wanted.max_hit < 0 ? n - 1 : std::min(n - 1, wanted.max_hit);
+    require(got.hit <= (read ? most : 0), "admit", "hit more than it was to");
+    running_.push_back({static_cast<int32_t>(got.row), prompt});
   }
 
   void grow() {
@@ -172,7 +201,7 @@ class Fuzz {
     for (const Request& request : running_) {
       if (manager_.lengths(request.row).reserved + 6 <= kTokens && below(3) > 0) rows.push_back(request.row);
     }
-    const Counts counts{{nullptr, 0}, 1 + below(6), false};
+    const PerRow counts{{nullptr, 0}, 1 + below(6), false};
     call("reserve", true, [&] { manager_.reserve({rows.data(), static_cast<int64_t>(rows.size())}, counts); });
   }
 
@@ -180,7 +209,7 @@ class Fuzz {
     Tokens rows, tokens, counts, ends;
     for (Request& request : running_) {
       const Manager::Lengths lengths = manager_.lengths(request.row);
-      const int64_t n = below(lengths.reserved - lengths.committed + 1), end = lengths.committed + n;
+      const int64_t n = up_to(lengths.computed - lengths.committed), end = lengths.committed + n;
       while (static_cast<int64_t>(request.prompt.size()) < end) {
         request.prompt.push_back(static_cast<int32_t>(below(2)));
       }
@@ -212,6 +241,20 @@ class Fuzz {
       manager_.check();
     }
     manager_.tree().take_events();
+    for (int64_t g = 0; g < manager_.num_groups(); ++g) {
+      num_duplicates_ = std::max(num_duplicates_, manager_.group(g).cached.num_duplicates());
+    }
+  }
+
+  void roll_back() {
+    Tokens rows, counts;
+    for (const Request& request : running_) {
+      const Manager::Lengths lengths = manager_.lengths(request.row);
+      rows.push_back(request.row);
+      counts.push_back(static_cast<int32_t>(below(lengths.reserved - lengths.committed + 1)));
+    }
+    const int64_t n = static_cast<int64_t>(rows.size());
+    call("rollback", false, [&] { manager_.rollback({rows.data(), n}, {{counts.data(), n}, 0, true}); });
   }
 
   void fork() {
@@ -222,7 +265,7 @@ class Fuzz {
     bool is_done = false;
     try {
       is_done = call("fork", true, [&] { manager_.fork(parent.row, n, rows); });
-    } catch (const BadArgument&) {  // it is not cached
+    } catch (const BadArgument&) {  // it is not stored
       g_left = -1;
     }
     const Tokens prompt = parent.prompt;
@@ -258,10 +301,53 @@ class Fuzz {
   }
 
   void end_step() {
-    std::vector<int32_t> packed(static_cast<size_t>(manager_.delta_size()));
-    call("take_delta", false, [&] { manager_.take_delta(packed.data()); });
+    if (below(6) == 0) roll_back();
+    Tokens rows, counts;
+    for (const Request& request : running_) {
+      const Manager::Lengths lengths = manager_.lengths(request.row);
+      if (below(5) == 0) continue;
+      rows.push_back(request.row);
+      counts.push_back(static_cast<int32_t>(up_to(lengths.reserved - lengths.computed)));
+    }
+    const int64_t n = static_cast<int64_t>(rows.size()), step = manager_.step();
+    const Ids view{rows.data(), n};
+    const PerRow each{{counts.data(), n}, 0, true};
+    std::vector<int32_t> packed;
+    call("plan", false, [&] {
+      const DeltaLayout layout = manager_.lay_out(view, each);
+      packed.assign(static_cast<size_t>(layout.size()), -1);
+      manager_.plan(view, each, layout, packed.data());
+    });
+    const DeltaView delta({packed.data(), static_cast<int64_t>(packed.size())});
+    const Ids lengths = delta.section(Section::kLengths), starts = delta.section(Section::kStarts);
+    require(delta.step() == step && manager_.step() == step + 1, "plan", "is of another step");
+    require(lengths.size == n && starts.size == (n > 0 ? n + 1 : 0), "plan", "names other rows");
+    for (int64_t i = 0; i < n; ++i) {
+      require(delta.section(Section::kRows)[i] == rows[static_cast<size_t>(i)] &&
+                  delta.section(Section::kCounts)[i] == counts[static_cast<size_t>(i)] &&
+                  lengths[i] == manager_.lengths(rows[static_cast<size_t>(i)]).computed &&
+                  starts[i + 1] - starts[i] == counts[static_cast<size_t>(i)],
+              "plan", "says something else");
+    }
+    if (below(40) == 0) return start_again();
     const int64_t fence = manager_.step() - 1 - below(3);
     if (fence > 0) call("pass_fence", false, [&] { manager_.pass_fence(fence); });
+  }
+
+  void start_again() {
+    bool is_refused = false;
+    try {
+      manager_.reset();
+    } catch (const BadArgument&) {
+      is_refused = true;
+    }
+    manager_.check();
+    require(is_refused, "reset", "was done while a step was running");
+    call("pass_fence", false, [&] { manager_.pass_fence(manager_.step() - 1); });
+    manager_.reset();
+    manager_.check();
+    running_.clear();
+    require(manager_.stats().rows == 0 && manager_.step() == 1, "reset", "left something");
   }
 
   int64_t num_running() const { return static_cast<int64_t>(running_.size()); }
@@ -269,7 +355,7 @@ class Fuzz {
   std::mt19937_64 random_;
   Manager manager_;
   std::vector<Request> running_;
-  int64_t num_failures_ = 0;
+  int64_t num_failures_ = 0, num_duplicates_ = 0;
 };
 
 }  // namespace
@@ -278,19 +364,21 @@ int main(int argc, char** argv) {
   if (argc != 3) return 2;
   const uint64_t seed = std::strtoull(argv[1], nullptr, 10);
   const int64_t steps = std::atoll(argv[2]);
-  int64_t num_failures = 0, num_evicted = 0;
+  int64_t num_failures = 0, num_evicted = 0, num_duplicates = 0;
   try {
     // Managers of many kinds, each for a while.
     for (uint64_t kind = 0; g_step < steps; ++kind) {
       Fuzz fuzz(seed * 1000 + kind);
-      for (int64_t end = std::min(steps, g_step + 60); g_step < end; ++g_step) fuzz.step();
+      for (int64_t end = std::min(steps, g_step + 150); g_step < end; ++g_step) fuzz.step();
       num_failures += fuzz.num_failures();
       num_evicted += fuzz.num_evicted();
+      num_duplicates += fuzz.num_duplicates();
     }
   } catch (const BrokenInvariant& e) {
     std::printf("step %lld: invariant %d: %s\n", static_cast<long long>(g_step), e.number, e.message.c_str());
     return 1;
   }
-  std::printf("ok: %lld steps, memory ran out %lld times, %lld pages were evicted\n", static_cast<long long>(steps),
-              static_cast<long long>(num_failures), static_cast<long long>(num_evicted));
+  std::printf("ok: %lld steps, memory ran out %lld times, %lld pages were evicted, up to %lld were duplicates\n",
+              static_cast<long long>(steps), static_cast<long long>(num_failures), static_cast<long long>(num_evicted),
+              static_cast<long long>(num_duplicates));
 }

@@ -52,7 +52,7 @@ class GroupModel:
 
 @dataclass
 class RowModel:
-    """A running request. `known` are its tokens as far as drawn, `steps` in which step each was computed."""
+    """A running request. `known` are its tokens as far as drawn, `steps` in which step each was planned."""
 
     space: bytes
     ranges: Ranges
@@ -65,9 +65,10 @@ class RowModel:
     steps: list[int]
     drops: int  # of its namespace, before it came
     named: int  # the last step whose delta names it: its table is written, or its pages are copied
-    is_cached: bool = True  # finds what is cached, and what it commits is
+    is_stored: bool = True  # what it commits is cached
+    is_fork: bool = False
     num_duplicates: int = 0
-    is_bad: bool = False  # reads pages that were invalidated
+    is_bad: bool = False  # depends on pages that were invalidated
 
     @property
     def computed(self) -> int:
@@ -169,9 +170,9 @@ class Model:
         """The contents of the last token of each whole page."""
         return self.contents.of(space, ranges, tokens)[self.resume_step - 1 :: self.resume_step]
 
-    def hit_path(self, space: bytes, ranges: Ranges, tokens: list[int]) -> list[int]:
+    def hit_path(self, space: bytes, ranges: Ranges, tokens: list[int], most: int) -> list[int]:
         path = []
-        for key in self.page_keys(space, ranges, tokens[:-1]):
+        for key in self.page_keys(space, ranges, tokens[:most]):
             if key not in self.cached:
                 break
             path.append(key)
@@ -184,9 +185,10 @@ class Model:
         return needed, sum(self.cached[key].num_leases == 0 for key in path)
 
     def can_admit(
-        self, space: bytes, ranges: Ranges, tokens: list[int], reserve: int | None, is_cached: bool
+        self, space: bytes, ranges: Ranges, tokens: list[int], reserve: int | None, most: int
     ) -> bool:
-        path = self.hit_path(space, ranges, tokens) if is_cached else []
+        """`most`: tokens that may hit."""
+        path = self.hit_path(space, ranges, tokens, most)
         hit = len(path) * self.resume_step
         needed, locked = self.admission(path, len(tokens) if reserve is None else hit + reserve)
         return self.free_rows() > 0 and self.has_room(needed, self.watermark, locked)
@@ -199,7 +201,7 @@ class Model:
         tokens: list[int],
         hit: int,
         reserved: int,
-        is_cached: bool,
+        is_stored: bool,
     ) -> RowModel:
         """`hit` is what the manager said: with windows the model takes its word."""
         assert number not in self.rows
@@ -221,7 +223,7 @@ class Model:
             [0] * hit,
             self.contents.drops.get(space, 0),
             self.step,
-            is_cached,
+            is_stored,
         )
         self.rows[number] = row
         self.admitted += 1
@@ -241,7 +243,7 @@ class Model:
                 needed[g] += max(0, group.pages_for(row.reserved + n) - row.ends[g])
         return needed
 
-    def can_reserve(self, numbers: list[int], counts: list[int]) -> int:
+    def num_reservable(self, numbers: list[int], counts: list[int]) -> int:
         for i, (number, n) in enumerate(zip(numbers, counts, strict=True)):
             if self.rows[number].reserved + n > self.max_tokens:
                 return i
@@ -267,7 +269,7 @@ class Model:
         row = self.rows[number]
         tokens = row.known[row.committed : row.committed + n]
         row.committed += n
-        if not row.is_cached:
+        if not row.is_stored:
             return tokens
         keys = self.values(row, row.committed)[self.resume_step - 1 :: self.resume_step]
         for depth in range(len(row.path), len(keys)):
@@ -317,6 +319,7 @@ class Model:
                 parent.steps[: parent.committed],
                 parent.drops,
                 self.step,
+                is_fork=True,
             )
 
     def fork_needs(self, number: int, n: int) -> list[int]:
@@ -349,7 +352,7 @@ class Model:
         mine = self.contents.of(space, ranges, tokens[:-1])
         best, length = set(), hit
         for number, row in self.rows.items():
-            if not row.is_cached:
+            if not row.is_stored or row.is_fork:
                 continue
             theirs = self.contents.of(row.space, row.ranges, row.prompt[: row.reserved])
             same = sum(a == b for a, b in zip(mine, theirs, strict=False))
@@ -360,21 +363,15 @@ class Model:
                 best.add(number)
         return best, length
 
-    def sure_hit(self, space: bytes, ranges: Ranges, tokens: list[int]) -> int:
-        """A hit that must be there at least: what a running row has committed, its windows still there."""
-        mine, best = self.contents.of(space, ranges, tokens[:-1]), 0
-        for row in [] if self.is_blurred else self.rows.values():
+    def sure_hit(self, space: bytes, ranges: Ranges, tokens: list[int], most: int) -> int:
+        """A hit that must be there at least: what a running row has stored. It reads the window behind the last
+        page, and where another row stored a page first and left it, its own takes that page's place."""
+        mine, best = self.contents.of(space, ranges, tokens[:most]), 0
+        for row in self.rows.values():
             length = len(row.path) * self.resume_step
-            if length > len(mine) or length <= best or mine[length - 1] != row.path[-1]:
+            if not row.is_stored or row.is_bad or not best < length <= len(mine):
                 continue
-            # A page is given up if it ends at or before what a query at `committed` reads.
-            is_there = all(
-                length - group.first_read(length) == 0
-                or (group.first_read(length) // group.page_tokens + 1) * group.page_tokens
-                > group.first_read(row.committed)
-                for group in self.groups
-            )
-            best = length if is_there else best
+            best = length if mine[length - 1] == row.path[-1] else best
         return best
 
 

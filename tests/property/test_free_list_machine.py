@@ -1,4 +1,4 @@
-"""FreeList and PageTable against sets and lists: thousands of random calls, `check()` after each."""
+"""FreeList against sets and lists: thousands of random calls, `check()` after each."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pagoda import CapacityError, FreeList, PagodaError
 from pagoda.errors import NotHeldError, OutOfRangeError
-from pagoda.tables import PageTable
 from profiles import examples
 
 PAGE_SIZES = [1, 2, 16, 64]
@@ -136,79 +135,5 @@ class FreeListMachine(RuleBasedStateMachine):
             assert self.ids.is_held(i) == (i in self.held)
 
 
-class PageTableMachine(RuleBasedStateMachine):
-    """Rows as lists of slots, one a token."""
-
-    ROWS, MAX_PAGES, PAGES = 5, 6, 20
-
-    @initialize(page_tokens=st.sampled_from(PAGE_SIZES))
-    def build(self, page_tokens: int) -> None:
-        self.page_tokens = page_tokens
-        self.pages, self.table = FreeList(self.PAGES), PageTable(self.ROWS, self.MAX_PAGES, page_tokens)
-        self.slots: dict[int, list[int]] = {row: [] for row in range(1, self.ROWS + 1)}
-        self.copy = np.zeros((self.ROWS + 1, self.MAX_PAGES), dtype=np.int32)  # a device's
-
-    def page_list(self, row: int) -> list[int]:
-        return [slot // self.page_tokens for slot in self.slots[row][:: self.page_tokens]]
-
-    @rule(data=st.data(), rows=st.lists(st.integers(1, ROWS), unique=True))
-    def grow(self, data: st.DataObject, rows: list[int]) -> None:
-        size = self.page_tokens
-        more = [data.draw(st.integers(0, 2 * size)) for _ in rows]
-        lens = [len(self.slots[row]) + n for row, n in zip(rows, more, strict=True)]
-        needed = sum(-(-new // size) - len(self.page_list(row)) for row, new in zip(rows, lens, strict=True))
-        free = sorted(set(range(1, self.PAGES + 1)).difference(*(self.page_list(row) for row in self.slots)))
-        if needed > len(free) or any(new > self.MAX_PAGES * size for new in lens):
-            with pytest.raises(CapacityError):
-                self.table.grow(self.pages, rows, lens)
-            return
-        growth = self.table.grow(self.pages, rows, lens)
-        given = growth.slots.tolist()
-        for row, n in zip(rows, more, strict=True):
-            for _ in range(n):
-                position = len(self.slots[row])
-                slot = free.pop(0) * size if position % size == 0 else self.slots[row][-1] + 1
-                assert given.pop(0) == slot
-                self.slots[row].append(slot)
-        assert given == []
-        self.copy.reshape(-1)[growth.writes.entries] = growth.writes.page_ids
-
-    @precondition(lambda self: self.pages.num_free > 0)
-    @rule(data=st.data(), row=st.integers(1, ROWS))
-    def append(self, data: st.DataObject, row: int) -> None:
-        size = self.page_tokens
-        if len(self.slots[row]) % size or len(self.page_list(row)) == self.MAX_PAGES:
-            with pytest.raises(PagodaError):
-                self.table.append(row, [1], 1)
-            return
-        (page,) = self.pages.alloc(1).tolist()
-        n = data.draw(st.integers(1, size))
-        writes = self.table.append(row, [page], n)
-        self.slots[row] += range(page * size, page * size + n)
-        self.copy.reshape(-1)[writes.entries] = writes.page_ids
-
-    @rule(row=st.integers(1, ROWS))
-    def release(self, row: int) -> None:
-        released = self.table.release(row)
-        assert released.tolist() == self.page_list(row)
-        self.pages.free(released)
-        self.slots[row] = []
-
-    @invariant()
-    def agrees(self) -> None:
-        if not hasattr(self, "table"):
-            return
-        self.table.check()
-        self.pages.check()
-        for row, slots in self.slots.items():
-            pages = self.page_list(row)
-            assert self.table.num_tokens(row) == len(slots)
-            assert self.table.pages(row).tolist() == pages
-            assert self.copy[row, : len(pages)].tolist() == pages
-        assert self.pages.num_held == sum(len(self.page_list(row)) for row in self.slots)
-
-
 TestFreeList = FreeListMachine.TestCase
 TestFreeList.settings = RUNS
-TestPageTable = PageTableMachine.TestCase
-TestPageTable.settings = RUNS

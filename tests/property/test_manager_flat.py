@@ -39,38 +39,38 @@ class Engine:
         keys = [(3, 20, b"image %d" % choose.randrange(1000))] if choose.random() < 0.1 else ()
         space = b"user %d" % choose.randrange(1000) if choose.random() < 0.1 else b""
         if manager.can_admit(tokens, namespace=space, extra_keys=keys):
-            row, hit, *_ = manager.admit(tokens, namespace=space, extra_keys=keys)
+            row, hit, _ = manager.admit(tokens, namespace=space, extra_keys=keys)
             for begin in range(hit, len(tokens), 16):  # whole pages, as far as there are any
                 part = tokens[begin : begin + 16]
-                manager.commit(row, part, [len(part)])
+                manager.pass_fence(manager.plan(row, len(part)).step)
+                manager.commit(row, part)
             self.rows.append(row)
             self.num_calls += 4
         elif self.rows:
             self.ends(choose.randrange(len(self.rows)))
         for _ in range(6):
-            fit = manager.can_reserve(self.rows, 2)
+            fit = manager.num_reservable(self.rows, 2)
             if fit < len(self.rows):
                 self.ends(-1)
-                fit = manager.can_reserve(self.rows, 2)
+                fit = manager.num_reservable(self.rows, 2)
             some = self.rows[:fit]
             manager.reserve(some, 2)
+            manager.pass_fence(manager.plan(some, 2).step)
             manager.rollback(some, 1)
             manager.commit(some, np.ones(len(some), dtype=np.int32))
-            manager.take_delta()
-            manager.pass_fence(manager.step - 1)
             self.num_calls += 6
         if self.rows and choose.random() < 0.2 and len(self.rows) < 30:
             row = choose.choice(self.rows)
             before = manager.stats().groups
             if all(group.free + group.evictable > 4 for group in before):
-                self.rows += manager.fork(row, 1).tolist()
+                self.rows.append(manager.fork(row))
                 self.num_calls += 2
         if self.rows and choose.random() < 0.6:
             self.ends(choose.randrange(len(self.rows)))
 
     def ends(self, at: int) -> None:
         self.manager.release(self.rows.pop(at))
-        self.manager.take_delta()
+        self.manager.plan()
         self.manager.pass_fence(self.manager.step - 1)
         self.num_calls += 3
 

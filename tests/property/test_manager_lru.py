@@ -108,7 +108,6 @@ def test_hits_are_those_of_a_plain_lru_cache(page_tokens: int, num_pages: int, t
     num_hits = 0
 
     for _ in range(turns):
-        before = set(running)
         talk = choose.randrange(len(said))
         if len(running) < 5 and all(talk != it for _, it in running.values()):
             if len(said[talk]) > 150:
@@ -122,11 +121,11 @@ def test_hits_are_those_of_a_plain_lru_cache(page_tokens: int, num_pages: int, t
                 assert got.hit == plain.hit
                 num_hits += got.hit > 0
                 plain.learn(tokens[plain.hit :])
-                manager.commit(got.row, tokens[got.hit :], [len(tokens) - got.hit])
+                manager.pass_fence(manager.plan(got.row, len(tokens) - got.hit).step)
+                manager.commit(got.row, tokens[got.hit :])
                 running[got.row], left[got.row] = (plain, talk), choose.randrange(1, 15)
-        # One more token for everybody; for whom there is no room, that was all. Whoever got a page in this
-        # step ends with it, after those who did not and end at once.
-        ended, late = [], [row for row in running if row not in before]
+        # One more token for everybody; for whom there is no room, that was all.
+        ended = []
         for row, (plain, _) in running.items():
             if plain.pages_for_next() > cache.room([]):
                 with pytest.raises(CapacityError):
@@ -134,22 +133,20 @@ def test_hits_are_those_of_a_plain_lru_cache(page_tokens: int, num_pages: int, t
                 ended.append(row)
                 continue
             manager.reserve(row)
-            late += [row] * plain.pages_for_next()
             plain.grow()
             token = choose.randrange(50)
-            manager.commit(row, [token])
+            manager.pass_fence(manager.plan(row).step)
+            manager.commit(row, token)
             plain.learn((token,))
             left[row] -= 1
             if left[row] == 0:
                 ended.append(row)
         for row in ended:
             manager.release(row)
-        for row in sorted(ended, key=lambda row: row in late):
+        for row in ended:
             plain, talk = running.pop(row)
             said[talk] = plain.known
             plain.end()
-        manager.take_delta()
-        manager.pass_fence(manager.step - 1)
         (group,) = manager.stats().groups
         assert group.free == num_pages - len(cache.used) - cache.private
         assert manager.stats().evicted_pages == cache.num_evicted

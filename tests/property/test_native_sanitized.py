@@ -21,7 +21,6 @@ TESTS = [
     "tests/unit/test_manager.py",
     "tests/unit/test_manager_hostile.py",
     "tests/unit/test_manager_scale.py",
-    "tests/unit/test_page_table.py",
     "tests/unit/test_pools_apply.py",
     "tests/unit/test_tree.py",
     "tests/unit/test_tree_hostile.py",

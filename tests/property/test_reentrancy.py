@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda import FreeList, StatePool, TokenPool, compat
+from pagoda import FreeList, FullAttention, Layout, Manager, StatePool, TokenPool, compat
 from pagoda.pools import DeviceTable, Staging, StateSpec
-from pagoda.tables import PageTable
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +68,8 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
         compat.SlotAllocator(4096),
         FreeList(4096),
     )
-    pages, host_table = FreeList(4096), PageTable(4096, 8, 4)
+    layout = Layout([FullAttention(kv_heads=1, k_dim=8, v_dim=8)], 4)
+    manager = Manager(layout, {"full": 4096}, num_rows=256, max_tokens=64)
     packed = pool.pack([1])
 
     def cycle_slots() -> None:
@@ -77,10 +77,13 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
             slots.free(slots.alloc(8))  # type: ignore[arg-type]
 
     def cycle_rows() -> None:
-        row = int(ids.alloc(1)[0])
-        host_table.grow(pages, [row], [9])
-        pages.free(host_table.release(row))
-        ids.free([row])
+        row, hit, _ = manager.admit(list(range(9)))
+        delta = manager.plan([row], 9 - hit)
+        assert delta.rows.tolist() == [row]
+        assert len(set(delta.places.tolist())) == len(delta.places) == len(delta.page_ids)
+        manager.commit(row, list(range(hit, 9)))
+        manager.release([row, manager.fork(row)])
+        manager.pass_fence(delta.step)
 
     return {
         "store": lambda: pool.store(0, [4, 5, 6], rows, rows),

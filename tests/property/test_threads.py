@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pagoda import CapacityError, FreeList, PagodaError, PrefixTree
+from pagoda import CapacityError, FreeList, FullAttention, Layout, Manager, PagodaError, PrefixTree
 from pagoda.errors import StaleError
 from pagoda.pools import Staging
-from pagoda.tables import PageTable
 
 THREADS = 8
 
@@ -72,23 +71,34 @@ def test_a_free_list_never_hands_an_id_out_twice():
     assert ids.num_free == 400
 
 
-def test_rows_of_one_table_grow_from_several_threads():
-    pages, table = FreeList(64), PageTable(THREADS, 16, 4)
+def test_rows_of_one_manager_are_planned_from_several_threads():
+    """Each plans and commits what is its own: no delta names another one's row, and each place once."""
+    layout = Layout([FullAttention(kv_heads=1, k_dim=8, v_dim=8)], 4)
+    manager = Manager(layout, {"full": 64}, num_rows=3 * THREADS, max_tokens=40)
+    steps: set[int] = set()
 
     def work(number: int) -> None:
-        row = number + 1
         choose = random.Random(number)
-        for _ in range(2000):
-            try:
-                table.grow(pages, [row], [table.num_tokens(row) + choose.randrange(9)])
-            except CapacityError:
-                pages.free(table.release(row))
-        pages.free(table.release(row))
+        for _ in range(500):
+            tokens = [number, *(choose.randrange(3) for _ in range(choose.randrange(1, 12)))]
+            with contextlib.suppress(CapacityError):
+                row, hit, reserved = manager.admit(tokens)
+                delta = manager.plan([row], reserved - hit)
+                assert delta.rows.tolist() == [row]
+                assert delta.lengths.tolist() == [reserved]
+                assert len(set(delta.places.tolist())) == len(delta.places)
+                assert delta.step not in steps
+                steps.add(delta.step)
+                manager.commit(row, tokens[hit:])
+                assert manager.committed(row) == len(tokens)
+                manager.release(row)
+            manager.pass_fence(manager.step - 1)
 
     hammer(work)
-    table.check()
-    pages.check()
-    assert pages.num_free == 64
+    manager.pass_fence(manager.plan().step)
+    manager.check()
+    (group,) = manager.stats().groups
+    assert group.free + group.evictable == 64
 
 
 def test_misuse_from_several_threads_raises_and_never_crashes():

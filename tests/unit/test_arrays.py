@@ -11,7 +11,6 @@ import torch
 from pagoda import FreeList
 from pagoda._native import sum_ids
 from pagoda.errors import ArgumentError
-from pagoda.tables import PageTable
 
 VALUES = [3, -1, 2**31 - 1, -(2**31), 0]
 
@@ -134,15 +133,6 @@ def test_memory_that_a_later_argument_frees_is_not_read():
 
     with pytest.raises(ArgumentError, match="entries"):
         FreeList(1000).grow(lens, same, same, Freeing())  # type: ignore[arg-type]
-    table, ids = PageTable(2, 8, 16), torch.ones(2_000_000, dtype=torch.int32)
-
-    class Other:
-        def __index__(self) -> int:
-            ids.set_()
-            return 16
-
-    with pytest.raises(ArgumentError):
-        table.append(1, ids, Other())  # type: ignore[arg-type]
 
 
 def test_a_tensor_without_storage_is_refused():

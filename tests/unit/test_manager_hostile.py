@@ -12,8 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pagoda import FullAttention, Layout, WindowAttention
 from pagoda.errors import (
@@ -42,24 +45,31 @@ def make(*layers: Any, pages: int = 20, **given: int) -> Manager:
     return Manager(layout, capacity, **({"num_rows": 6, "max_tokens": 64} | given))
 
 
+def finish_step(manager: Manager, rows: Any = (), counts: Any = 1) -> Delta:
+    delta = manager.plan(rows, counts)
+    manager.pass_fence(delta.step)
+    return delta
+
+
 def full_cache(manager: Manager, num_prompts: int, n: int = 4) -> None:
     """Leaves prompts in the tree, each n tokens of one kind."""
     for token in range(num_prompts):
         row = manager.admit([token] * n).row
-        manager.commit(row, [token] * n, [n])
+        finish_step(manager, row, n)
+        manager.commit(row, [token] * n)
         manager.release(row)
-        manager.take_delta()
-        manager.pass_fence(manager.step - 1)
+        finish_step(manager)
 
 
 @pytest.fixture
 def manager() -> Manager:
-    """Rows 1 and 2 run: 6 tokens reserved and 5 committed, 1 token reserved and none committed."""
+    """Row 1 has 6 tokens computed, 5 of them committed; row 2 has one computed and none committed."""
     made = make()
     made.admit([0, 1, 2, 3, 4, 5])
-    made.commit(1, [0, 1, 2, 3, 4], [5])
+    made.plan(1, 6)
+    made.commit(1, [0, 1, 2, 3, 4])
     made.admit([9])
-    made.take_delta()
+    made.plan(2)
     return made
 
 
@@ -67,8 +77,9 @@ def refuses(manager: Manager, error: Any, call: Callable[[], object]) -> None:
     """It raises that error, and nothing has changed: counts, lengths, what is cached, the delta."""
 
     def seen() -> object:
-        nodes = [(it.tokens.tolist(), [ids.tolist() for ids in it.columns]) for it in manager.nodes()]
-        lengths = [call([1, 2]).tolist() for call in (manager.reserved, manager.committed, manager.stored)]
+        nodes = [(it.tokens.tolist(), [ids.tolist() for ids in it.columns]) for it in manager.tree.nodes()]
+        calls = (manager.reserved, manager.computed, manager.committed, manager.stored)
+        lengths = [call([1, 2]).tolist() for call in calls]
         return manager.stats(), manager.step, nodes, lengths
 
     before = seen()
@@ -76,8 +87,9 @@ def refuses(manager: Manager, error: Any, call: Callable[[], object]) -> None:
         call()
     assert seen() == before
     manager.check()
-    delta = manager.take_delta()
-    assert delta.num_writes == sum(len(sources) for sources, _ in delta.copies) == 0
+    delta = manager.plan()
+    assert len(delta.places) == sum(len(sources) for sources, _ in delta.copies) == 0
+    assert len(delta.rows) == 0
 
 
 NO_ARRAYS = [
@@ -116,12 +128,17 @@ def test_arrays_that_are_none(manager: Manager, bad: Any):
         lambda: manager.reserve([1, 2], bad),
         lambda: manager.can_reserve(bad),
         lambda: manager.can_reserve([1, 2], bad),
+        lambda: manager.num_reservable(bad),
+        lambda: manager.num_reservable([1, 2], bad),
+        lambda: manager.plan(bad),
+        lambda: manager.plan([1, 2], bad),
         lambda: manager.commit(bad, [1]),
         lambda: manager.commit(1, bad),
         lambda: manager.rollback(bad, 0),
         lambda: manager.rollback([1, 2], bad),
         lambda: manager.release(bad),
         lambda: manager.reserved(bad),
+        lambda: manager.computed(bad),
         lambda: manager.committed(bad),
         lambda: manager.stored(bad),
         lambda: manager.first_pages(bad, "full"),
@@ -139,14 +156,16 @@ def test_counts_of_a_commit_that_are_none(manager: Manager, bad: Any):
 def test_numbers_that_are_none(manager: Manager, bad: Any):
     for call in (
         lambda: manager.fork(bad),
-        lambda: manager.fork(1, bad),
         lambda: manager.pass_fence(bad),
-        lambda: manager.pages(bad, "full"),
+        lambda: manager.page_ids(bad, "full"),
     ):
         refuses(manager, ArgumentError, call)
     if bad is not None:
         refuses(manager, ArgumentError, lambda: manager.admit([1], reserve=bad))
         refuses(manager, ArgumentError, lambda: manager.can_admit([1], reserve=bad))
+        refuses(manager, ArgumentError, lambda: manager.admit([1], max_hit=bad))
+        refuses(manager, ArgumentError, lambda: manager.can_admit([1], max_hit=bad))
+        refuses(manager, ArgumentError, lambda: manager.fork(1, bad))
 
 
 def test_numbers_out_of_range(manager: Manager):
@@ -154,6 +173,16 @@ def test_numbers_out_of_range(manager: Manager):
         refuses(manager, ArgumentError, lambda n=n: manager.fork(1, n))
     for call in (
         lambda: manager.admit([1], reserve=-1),
+        lambda: manager.admit([1], max_hit=-1),
+        lambda: manager.plan(1, -1),
+        lambda: manager.plan(1, 1),
+        lambda: manager.plan([1, 2], [0, 1]),
+        lambda: manager.plan([1, 2], [0, 2**31 - 1]),
+        lambda: manager.plan([1, 2], [0]),
+        lambda: manager.plan([1, 2], [0, -1]),
+        lambda: manager.commit(1, [5, 5]),
+        lambda: manager.commit(1, [5], [1]),
+        lambda: manager.commit(1, [5], 1),
         lambda: manager.admit([1], reserve=2**31 - 1),
         lambda: manager.admit([1], reserve=65),
         lambda: manager.admit([]),
@@ -185,13 +214,15 @@ def test_rows_that_do_not_exist(manager: Manager, row: int):
     for call in (
         lambda: manager.reserve([1, row]),
         lambda: manager.can_reserve([1, row]),
+        lambda: manager.num_reservable([1, row]),
+        lambda: manager.plan([1, row], 0),
         lambda: manager.commit([1, row], [5, 5]),
         lambda: manager.rollback([1, row], 0),
         lambda: manager.release([1, row]),
         lambda: manager.release(row),
         lambda: manager.fork(row),
         lambda: manager.reserved([1, row]),
-        lambda: manager.pages(row, "full"),
+        lambda: manager.page_ids(row, "full"),
         lambda: manager.first_pages([1, row], "full"),
     ):
         refuses(manager, OutOfRangeError, call)
@@ -199,25 +230,28 @@ def test_rows_that_do_not_exist(manager: Manager, row: int):
 
 def test_rows_that_do_not_run(manager: Manager):
     manager.release(manager.admit([7]).row)  # waits for a fence
-    manager.take_delta()
+    manager.plan()
     for row in (3, 4):
         for call in (
             lambda row=row: manager.reserve([1, row]),
             lambda row=row: manager.can_reserve([1, row]),
+            lambda row=row: manager.plan([1, row], 0),
             lambda row=row: manager.commit([1, row], [5, 5]),
             lambda row=row: manager.rollback([1, row], 0),
             lambda row=row: manager.release([1, row]),
             lambda row=row: manager.fork(row),
             lambda row=row: manager.committed([1, row]),
-            lambda row=row: manager.pages(row, "full"),
+            lambda row=row: manager.page_ids(row, "full"),
         ):
             refuses(manager, NotHeldError, call)
 
 
-def test_rows_that_stand_twice(manager: Manager):
+def test_rows_that_are_named_twice(manager: Manager):
     for call in (
         lambda: manager.reserve([1, 2, 1]),
         lambda: manager.can_reserve([2, 2]),
+        lambda: manager.num_reservable([2, 2]),
+        lambda: manager.plan([2, 1, 2], 0),
         lambda: manager.commit([1, 1], [5, 5], [1, 0]),
         lambda: manager.rollback([1, 1], 0),
         lambda: manager.release([2, 1, 2]),
@@ -235,7 +269,7 @@ def test_tokens_below_zero(manager: Manager, tokens: list[int]):
         refuses(manager, OutOfRangeError, call)
     n = len(tokens)
     manager.reserve(1, n)
-    manager.take_delta()
+    manager.plan(1, n)
     refuses(manager, OutOfRangeError, lambda: manager.commit([2, 1], [0, *tokens], [1, n]))
 
 
@@ -270,12 +304,12 @@ def test_extra_keys_that_are_none(manager: Manager, bad: Any):
 
 def test_groups_and_listeners_that_are_none(manager: Manager):
     for bad in ("window", "", None, 0, b"full", "full\x00", "\ud800"):
-        refuses(manager, ArgumentError, lambda bad=bad: manager.pages(1, bad))
+        refuses(manager, ArgumentError, lambda bad=bad: manager.page_ids(1, bad))
         refuses(manager, ArgumentError, lambda bad=bad: manager.first_pages(1, bad))
         refuses(manager, ArgumentError, lambda bad=bad: manager.invalidate(bad, [1]))
     for bad in (None, 5, "a"):
-        refuses(manager, ArgumentError, lambda bad=bad: manager.listen(bad))
-        refuses(manager, ArgumentError, lambda bad=bad: manager.unlisten(bad))
+        refuses(manager, ArgumentError, lambda bad=bad: manager.tree.listen(bad))
+        refuses(manager, ArgumentError, lambda bad=bad: manager.tree.unlisten(bad))
 
 
 def test_more_than_there_is(manager: Manager):
@@ -287,7 +321,7 @@ def test_more_than_there_is(manager: Manager):
     small = make(pages=2)
     small.admit([1])
     small.admit([2])
-    small.take_delta()
+    small.plan()
     refuses(small, CapacityError, lambda: small.reserve([1, 2], [1, 4]))
     refuses(small, CapacityError, lambda: small.admit([3]))
 
@@ -300,7 +334,9 @@ def test_calls_with_nothing_to_do(manager: Manager):
         manager.commit(none, none)
         manager.rollback(none, 0)
         manager.release(none)
-        assert manager.can_reserve(none, 1000) == 0
+        assert manager.num_reservable(none, 1000) == 0
+        assert manager.can_reserve(none, 1000) is True
+        assert manager.plan(none, none).num_tokens == 0
         assert manager.reserved(none).tolist() == []
     manager.commit([1, 2], [], [0, 0])
     assert manager.stats() == before
@@ -357,7 +393,7 @@ def test_a_manager_without_pages_admits_nobody():
     with pytest.raises(CapacityError):
         manager.admit([1])
     row = manager.admit([1], reserve=0).row
-    assert manager.can_reserve(row) == 0
+    assert manager.num_reservable(row) == 0
     manager.release(row)
     manager.check()
 
@@ -368,6 +404,7 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("pending", ([1],)),
     ("reserve", (1,)),
     ("can_reserve", (1,)),
+    ("num_reservable", (1,)),
     ("commit", (1, [1])),
     ("rollback", (1, 0)),
     ("release", (1,)),
@@ -375,15 +412,15 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("invalidate", ("full", [1])),
     ("drop", (b"",)),
     ("pass_fence", (0,)),
-    ("take_delta", ()),
-    ("pages", (1, "full")),
+    ("plan", ()),
+    ("page_ids", (1, "full")),
     ("first_pages", (1, "full")),
     ("reserved", (1,)),
+    ("computed", (1,)),
     ("committed", (1,)),
     ("stored", (1,)),
-    ("nodes", ()),
-    ("listen", (print,)),
-    ("unlisten", (print,)),
+    ("namespaces", ()),
+    ("hit", ([1],)),
     ("stats", ()),
     ("check", ()),
     ("reset", ()),
@@ -399,6 +436,17 @@ def test_a_manager_that_nobody_initialised(name: str, given: tuple[Any, ...]):
         getattr(made, name)(*given)
     with pytest.raises((TypeError, AttributeError)):
         getattr(Manager, name)(42, *given)
+    for call in (
+        made.tree.counts,
+        made.tree.nodes,
+        made.tree.namespaces,
+        made.tree.__repr__,
+        lambda: made.tree.page_tokens,
+        lambda: made.tree.listen(print),
+        lambda: made.tree.unlisten(print),
+    ):
+        with pytest.raises(TypeError):
+            call()
     del made
     gc.collect()
 
@@ -444,35 +492,160 @@ def test_a_delta_is_not_lost_when_somebody_changes_the_layout(manager: Manager):
     manager.reserve(1, 10)
     with contextlib.suppress(AttributeError):  # it may be read-only
         manager.layout = Layout([FULL, WINDOW], 4)
-    assert manager.take_delta().num_writes == 2
+    assert len(manager.plan().places) == 2
 
 
-def test_arrays_that_are_no_deltas(manager: Manager):
-    manager.reserve(1, 10)
-    good = manager.take_delta().packed
-    negative = good.copy()
-    negative[negative == 2] = -2  # its number of writes
-    for packed, num_groups in [
-        (good.tolist(), 1),
-        (None, 1),
-        (good.astype(np.int64), 1),
-        (good.astype(np.float32), 1),
-        (good.reshape(-1, 1), 1),
-        (good[:2], 1),
-        (good[:-1], 1),
-        (np.append(good, good[:1]), 1),
-        (negative, 1),
-        (np.full_like(good, 2**31 - 1), 1),
-        (good[:0], 0),
-        (good, 0),
-        (good, 2),
-        (good, -1),
-        (good, 2**31),
-        (good, None),
-        (good, "1"),
-    ]:
-        with pytest.raises(ArgumentError):
-            Delta(packed, num_groups)
+# Arrays that are no deltas
+
+
+def a_delta() -> npt.NDArray[np.int32]:
+    """Rows, table writes, and page copies of two groups."""
+    manager = make(FULL, WINDOW)
+    row = manager.admit([0, 1, 2, 3, 4, 5]).row
+    finish_step(manager, row, 6)
+    manager.commit(row, [0, 1, 2, 3, 4, 5])
+    child = manager.fork(row)
+    manager.reserve([row, child], 3)
+    return manager.plan([row, child], [3, 2]).packed
+
+
+def look_at(packed: npt.NDArray[np.int32]) -> None:
+    """Reads every number that a delta says it has."""
+    delta = Delta(packed)
+    assert pickle.loads(pickle.dumps(delta)) == delta
+    assert len(delta.rows) == len(delta.lengths) == len(delta.counts)
+    assert len(delta.places) == len(delta.page_ids)
+    for sources, targets in delta.copies:
+        assert len(sources) == len(targets)
+    assert 0 <= delta.step < 2**62
+    assert delta.num_bytes == packed.nbytes
+    for array in (delta.rows, delta.lengths, delta.counts, delta.places, delta.page_ids):
+        assert np.shares_memory(array, packed) or len(array) == 0
+    assert delta.num_tokens == sum(delta.counts.tolist())
+    assert repr(delta).startswith(f"Delta(step {delta.step}: ")
+
+
+def test_arrays_that_are_no_deltas():
+    good = a_delta()
+    look_at(good)
+    arrays: list[Any] = [
+        good.tolist(),
+        None,
+        b"",
+        good.astype(np.int64),
+        good.astype(np.float32),
+        good.astype(np.uint32),
+        good.astype(">i4"),
+        good.reshape(-1, 1),
+        np.repeat(good, 2)[::2],
+        good[:0],
+        good[:4],
+        good[: len(good) // 2],
+        good[1:],
+        np.zeros_like(good),
+        np.full_like(good, -1),
+        np.full_like(good, 2**31 - 1),
+    ]
+    for packed in arrays:
+        with pytest.raises(ArgumentError, match="packed"):
+            Delta(packed)
+
+
+def test_the_head_and_the_directory_of_a_delta_are_looked_through():
+    good = a_delta()
+    num_sections, end = int(good[4]), 5 + 4 * int(good[4])
+    assert num_sections == 10
+    entries = good[5:end].reshape(-1, 4)
+
+    def refused(words: str, at: int, value: int) -> None:
+        bad = good.copy()
+        bad[at] = value
+        with pytest.raises(ArgumentError, match=words):
+            Delta(bad)
+
+    refused("do not begin with its format", 0, 1)
+    for at in (1, 2, 3):
+        refused("negative", at, -1)
+    refused("too many groups", 3, 2**31 - 1)
+    for n in (-1, len(good), 2**31 - 1, -(2**31)):
+        refused("directory is cut off", 4, n)
+    for i, (kind, group, begin, size) in enumerate(entries.tolist()):
+        at = 5 + 4 * i
+        refused("differ in size", at, 99)  # one of two that belong together is missing
+        for other in (-1, 2, 2**31 - 1):
+            refused("of no group", at + 1, other)
+        for other in (-1, 0, end - 1, len(good), 2**31 - 1):
+            refused("cut off", at + 2, other)
+        for other in (-1, len(good) - begin + 1, 2**31 - 1):
+            refused("cut off", at + 3, other)
+        refused("differ in size", at + 3, size - 1)
+        if i > 0 and entries[i - 1][1] == group:  # each kind once per group, in the order of the format
+            refused("out of order", at, int(entries[i - 1][0]))
+        if kind <= 6:
+            refused("out of order", at + 1, 1)
+
+
+def test_sections_of_unknown_kinds_are_passed_over():
+    good = Delta(a_delta())
+    num_sections = int(good.packed[4])
+    head, entries = good.packed[:4], good.packed[5 : 5 + 4 * num_sections].reshape(-1, 4)
+    rest = good.packed[5 + 4 * num_sections :]
+    for kind in (0, 9, 1000, -1, 2**31 - 1, -(2**31)):
+        for at in (0, 3, num_sections):
+            more = np.insert(entries, at, [kind, 1, 0, 2], axis=0)
+            more[:, 2] += 4
+            more[at, 2] = 5 + 4 * len(more)  # it overlaps another one
+            packed = np.concatenate([head, [num_sections + 1], more.ravel(), rest]).astype(np.int32)
+            look_at(packed)
+            new = Delta(packed)
+            for name in ("rows", "lengths", "counts", "places", "page_ids"):
+                assert getattr(new, name).tolist() == getattr(good, name).tolist()
+            assert [[ids.tolist() for ids in pair] for pair in new.copies] == [
+                [ids.tolist() for ids in pair] for pair in good.copies
+            ]
+
+
+words = st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 70)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    changes=st.lists(st.tuples(st.integers(0, 60), words), max_size=6),
+    cut=st.none() | st.integers(0, 100),
+    tail=st.lists(words, max_size=8),
+)
+def test_any_head_of_a_delta(changes: list[tuple[int, int]], cut: int | None, tail: list[int]):
+    """It is refused, or all of it lies inside the array."""
+    packed = a_delta()
+    for at, value in changes:
+        packed[at % len(packed)] = value
+    packed = np.concatenate([packed[:cut], tail]).astype(np.int32)
+    with contextlib.suppress(ArgumentError):
+        look_at(packed)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    num_groups=st.integers(0, 4),
+    sections=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 60), st.integers(0, 8))),
+    num_words=st.integers(0, 60),
+)
+def test_any_directory_of_a_delta(num_groups: int, sections: list[tuple[int, int, int, int]], num_words: int):
+    directory = np.array(sorted(sections, key=lambda it: it[:2]), dtype=np.int32).reshape(-1, 4)
+    directory[:, 2] += 5 + directory.size
+    head = [a_delta()[0], 7, 0, num_groups, len(directory)]
+    with contextlib.suppress(ArgumentError):
+        look_at(np.concatenate([head, directory.ravel(), np.arange(num_words)]).astype(np.int32))
+
+
+def test_a_large_directory_is_read_in_one_pass():
+    """Comparing each of its sections with all others would take minutes."""
+    n = 60_000
+    begin = 5 + 8 * n
+    kinds, groups = np.tile([7, 8], n), np.repeat(np.arange(n), 2)
+    directory = np.stack([kinds, groups, np.full(2 * n, begin), np.ones(2 * n, dtype=int)], axis=1)
+    packed = np.concatenate([[a_delta()[0], 1, 0, n, 2 * n], directory.ravel(), [1]]).astype(np.int32)
+    assert len(Delta(packed).copies) == n
 
 
 # Calls from inside calls
@@ -486,7 +659,8 @@ def test_a_listener_that_calls_whatever_it_can():
             rows.append(manager.admit([choose.randrange(3)] * choose.randrange(1, 9)).row)
         with contextlib.suppress(PagodaError):
             row = choose.randrange(1, 7)
-            manager.commit(row, [1])
+            finish_step(manager, row)
+            manager.commit(row, 1)
             manager.reserve(row, 2)
             manager.fork(row)
         with contextlib.suppress(PagodaError):
@@ -495,20 +669,19 @@ def test_a_listener_that_calls_whatever_it_can():
             manager.invalidate("window", [choose.randrange(1, 11)])
         if choose.random() < 0.1:
             manager.drop(b"")
-        manager.take_delta()
-        manager.pass_fence(manager.step - 1)
+        finish_step(manager)
         manager.check()
 
-    manager.listen(listener)
+    manager.tree.listen(listener)
     for _ in range(300):
         with contextlib.suppress(PagodaError):
             row = manager.admit([choose.randrange(3)] * choose.randrange(5, 9)).row
             for _ in range(4):
-                manager.commit(row, [choose.randrange(3)])
+                finish_step(manager, row)
+                manager.commit(row, choose.randrange(3))
         with contextlib.suppress(PagodaError):
             manager.release(choose.randrange(1, 7))
-        manager.take_delta()
-        manager.pass_fence(manager.step - 1)
+        finish_step(manager)
         manager.check()
     assert rows
 
@@ -518,19 +691,20 @@ def test_a_listener_that_resets(call: str):
     manager, events = make(pages=5), []
     full_cache(manager, 3)
     row = manager.admit([7, 7, 7, 7, 7]).row
-    manager.commit(row, [7] * 3, [3])
+    finish_step(manager, row, 5)
+    manager.commit(row, [7] * 3)
 
     def listener(event: object) -> None:
         events.append(event)
         manager.reset()
 
-    manager.listen(listener)
+    manager.tree.listen(listener)
     if call == "admit":
         manager.admit([8] * 12)
     elif call == "reserve":
         manager.reserve(row, 10)
     elif call == "commit":
-        manager.commit(row, [7, 7], [2])
+        manager.commit(row, [7, 7])
     elif call == "invalidate":
         assert manager.invalidate("full", [1, 2, 3, 4, 5]).tolist() == [row]
     elif call == "drop":
@@ -543,7 +717,7 @@ def test_a_listener_that_resets(call: str):
     manager.check()
     stats = manager.stats()
     assert (stats.rows, stats.cached_tokens, stats.groups[0].free, manager.step) == (0, 0, 5, 1)
-    manager.unlisten(listener)
+    manager.tree.unlisten(listener)
     assert manager.admit([7] * 9).hit == 0
 
 
@@ -555,15 +729,16 @@ def test_a_listener_that_raises_disturbs_nobody(monkeypatch: pytest.MonkeyPatch)
     def listener(_: object) -> None:
         raise RuntimeError("no")
 
-    manager.listen(listener)
-    manager.listen(events.append)
+    manager.tree.listen(listener)
+    manager.tree.listen(events.append)
     row = manager.admit([1] * 5).row
-    manager.commit(row, [1] * 4, [4])
-    assert (len(told), len(events), manager.stored(row).tolist()) == (1, 1, [4])
-    manager.unlisten(events.append)
-    manager.unlisten(listener)
+    manager.plan(row, 4)
+    manager.commit(row, [1] * 4)
+    assert (len(told), len(events), manager.stored(row)) == (1, 1, 4)
+    manager.tree.unlisten(events.append)
+    manager.tree.unlisten(listener)
     with pytest.raises(ArgumentError):
-        manager.unlisten(listener)
+        manager.tree.unlisten(listener)
 
 
 class Sneaky:
@@ -586,10 +761,18 @@ def test_arguments_that_call_the_manager_while_they_are_read():
             manager.reserve([sneaky], [Sneaky(1, manager.reset)])
         row = manager.admit([1] * 6).row
         with contextlib.suppress(PagodaError):
+            finish_step(manager, row)
             manager.commit([row], [Sneaky(1, manager.reset)], [1])
         row = manager.admit([1] * 6).row
         with contextlib.suppress(PagodaError):
+            finish_step(manager, row)
             manager.commit([row], [1], [Sneaky(1, lambda row=row: manager.release(row))])
+        row = manager.admit([1] * 6).row
+        with contextlib.suppress(PagodaError):
+            manager.plan([Sneaky(row, manager.reset)], [Sneaky(1, manager.reset)])
+        row = manager.admit([1] * 6).row
+        with contextlib.suppress(PagodaError):
+            manager.plan([row], [Sneaky(1, lambda row=row: manager.release(row))])
         row = manager.admit([1] * 6).row
         with contextlib.suppress(PagodaError):
             manager.fork(row, Sneaky(2, manager.reset))
@@ -613,18 +796,22 @@ def test_finalizers_that_call_the_manager():
         def __del__(self) -> None:
             with contextlib.suppress(PagodaError):
                 manager.release(random.randrange(1, 20))
-            manager.take_delta()
+            with contextlib.suppress(PagodaError):
+                manager.reserve(random.randrange(1, 20), 5)
+            if random.random() < 0.5:
+                manager.plan()
 
-    manager.listen(lambda _: None)
+    manager.tree.listen(lambda _: None)
     gc.set_threshold(1)
     try:
         for token in range(200):
             Finalizer()
             with contextlib.suppress(PagodaError):
                 row = manager.admit([token % 5] * 9).row
-                manager.commit(row, [token % 5] * 9, [9])
+                manager.plan(row, 9)
+                manager.commit(row, [token % 5] * 9)
                 manager.fork(row, 2)
-            manager.stats(), manager.nodes(), manager.take_delta()
+            manager.stats(), manager.tree.nodes(), manager.plan()
             manager.pass_fence(manager.step - 1)
     finally:
         gc.set_threshold(*before)
@@ -633,7 +820,7 @@ def test_finalizers_that_call_the_manager():
 
 def test_managers_are_collected_with_what_listens_to_them():
     manager = make()
-    manager.listen(lambda _, me=manager: me)
+    manager.tree.listen(lambda _, me=manager: me)
     manager.me = manager  # type: ignore[attr-defined]
     gone = weakref.ref(manager)
     assert gone() is manager
@@ -644,16 +831,17 @@ def test_managers_are_collected_with_what_listens_to_them():
 
 def test_results_outlive_the_manager():
     manager = make()
-    got = manager.admit([1, 2, 3, 4, 5])
-    manager.commit(got.row, [1, 2, 3, 4], [4])
-    pages, children = manager.pages(got.row, "full"), manager.fork(got.row, 2)
-    nodes, delta = manager.nodes(), manager.take_delta()
+    got, view = manager.admit([1, 2, 3, 4, 5]), manager.tree
+    manager.plan(got.row, 4)
+    manager.commit(got.row, [1, 2, 3, 4])
+    pages, children = manager.page_ids(got.row, "full"), manager.fork(got.row, 2)
+    nodes, delta = manager.tree.nodes(), manager.plan()
     del manager
     gc.collect()
-    assert got.cuts.tolist() == []
+    assert view.counts().tokens.total == 4
     assert pages.tolist() == [1, 2]
     assert children.tolist() == [2, 3]
-    assert delta.num_writes == 4
+    assert len(delta.places) == 2
     assert nodes[-1].tokens.tolist() == [1, 2, 3, 4]
 
 
@@ -673,13 +861,14 @@ def test_threads():
                     got = manager.admit(tokens)
                     assert got.row not in mine
                     mine.append(got.row)
+                    manager.plan(got.row, len(tokens) - got.hit)
                     for token in tokens[got.hit :]:
-                        manager.commit(got.row, [token])
-                    mine += manager.fork(got.row).tolist()
+                        manager.commit(got.row, token)
+                    mine.append(manager.fork(got.row))
                 while len(mine) > choose.randrange(4):
                     manager.release(mine.pop())
                 with contextlib.suppress(ArgumentError):
-                    manager.pass_fence(manager.take_delta().step)
+                    manager.pass_fence(manager.plan().step)
             manager.release(mine)
         except BaseException as failure:
             failures.append(failure)
@@ -691,7 +880,6 @@ def test_threads():
         thread.join(timeout=60)
         assert not thread.is_alive()
     assert failures == []
-    manager.take_delta()
-    manager.pass_fence(manager.step - 1)
+    finish_step(manager)
     manager.check()
     assert all(it.free + it.evictable == it.total for it in manager.stats().groups)

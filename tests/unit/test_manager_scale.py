@@ -25,9 +25,10 @@ def tokens(num_pages: int, seed: int) -> npt.NDArray[np.int32]:
 
 def cache(manager: Manager, prompt: npt.NDArray[np.int32]) -> None:
     got = manager.admit(prompt)
-    manager.commit(got.row, prompt[got.hit :], len(prompt) - got.hit)
+    manager.pass_fence(manager.plan(got.row, len(prompt) - got.hit).step)
+    manager.commit(got.row, prompt[got.hit :])
     manager.release(got.row)
-    manager.pass_fence(manager.take_delta().step)
+    manager.pass_fence(manager.plan().step)
 
 
 def seconds_to_evict(num_pages: int) -> float:
@@ -37,7 +38,7 @@ def seconds_to_evict(num_pages: int) -> float:
         manager = make(2 * num_pages, num_pages, num_pages * PAGE)
         cache(manager, tokens(num_pages, 0))
         heard: list[object] = []
-        manager.listen(heard.append)
+        manager.tree.listen(heard.append)
         begin = time.thread_time()
         manager.admit(tokens(num_pages, 1))
         times.append(time.thread_time() - begin)
@@ -75,7 +76,7 @@ def test_pages_are_removed_where_they_were_stored():
                 stored[name] = *place, *ids
             parent = stored[name][2]
 
-    manager.listen(listener)
+    manager.tree.listen(listener)
     rng = np.random.default_rng(0)
     for _ in range(120):
         prompts = [first, *branches, tokens(7, int(rng.integers(100, 110)))]
