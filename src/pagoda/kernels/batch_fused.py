@@ -100,7 +100,7 @@ def _count(
         count = (length // kernel_page + (length % kernel_page > 0) - first).to(tl.int64)
         fits = wanted + tl.cumsum(count, 0) <= max_indices
         kept = tl.where(fits, count, 0)
-        last = tl.where((length > 0) & fits, (length - 1) % kernel_page + 1, 0)
+        last = tl.where((count > 0) & fits, (length - 1) % kernel_page + 1, 0)
         tl.store(out_rows + at, row, mask=is_row & is_first)
         tl.store(out_lengths + at, length, mask=is_row & is_first)
         tl.store(out_starts + 1 + at, tl.where(is_given, stop, last_start), mask=is_row & is_first)
