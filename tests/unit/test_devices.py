@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from pagoda import CaptureError
+from pagoda.errors import CaptureError
 from pagoda.kernels import on_device
 from pagoda.pools.arguments import refuse_capture
 
