@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-import pagoda
-from pagoda import CaptureError, DeviceTable, Staging, StatePart, StatePool, TokenPool
+from pagoda import compat
+from pagoda.errors import CaptureError
 from pagoda.kernels import fused
+from pagoda.pools import DeviceTable, Staging, StatePart, StatePool, TokenPool
 
 pytestmark = pytest.mark.gpu
 
@@ -105,8 +106,8 @@ def test_states_are_reset_and_copied_in_a_graph():
 def test_what_makes_a_device_tensor_raises_in_a_capture_and_changes_nothing():
     pool, table, staging = pool_of(), DeviceTable(4, 4, "cuda"), Staging("cuda")
     states = StatePool(4, 2, {"s": StatePart((3,), torch.float32)}, "cuda")
-    slots, blocks = pagoda.TokenToKVPoolAllocator(64, page_size=4), pagoda.BlockAllocator(8)
-    rows = pagoda.ReqToTokenPool(4, 8)
+    slots, blocks = compat.TokenToKVPoolAllocator(64, page_size=4), compat.BlockAllocator(8)
+    rows = compat.ReqToTokenPool(4, 8)
     held = slots.alloc(8)
     assert held is not None
     k, v = torch.ones(1, 128, device="cuda"), torch.ones(1, 32, device="cuda")
