@@ -122,7 +122,9 @@ def _reach(
     if window is not None and not view.group.pages.sink_tokens:
         firsts = [max(0, lengths[row] - num_queries - window + 1) // view.page_tokens for row in rows]
     most = max(-(-lengths[row] // view.page_tokens) - first for row, first in zip(rows, firsts, strict=True))
-    columns = torch.tensor(firsts, device=view.page_table.device)[:, None] + torch.arange(most, device=view.page_table.device)
+    columns = torch.tensor(firsts, device=view.page_table.device)[:, None] + torch.arange(
+        most, device=view.page_table.device
+    )
     width = view.page_table.shape[1]
     of_rows = view.page_table[torch.tensor(rows, device=view.page_table.device)]
     pages = of_rows.gather(1, columns.clamp(max=width - 1))

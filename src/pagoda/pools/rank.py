@@ -117,7 +117,9 @@ class Pools:
         self._layers = _layers_of(layout, self.pools)
         self._at = self._addresses()
         self._in_order = tuple(self.pools.values())
-        self._applied: tuple[Delta, Any, torch.Tensor | None] | None = None  # the last one, and where it was sent
+        self._applied: tuple[Delta, Any, torch.Tensor | None] | None = (
+            None  # the last one, and where it was sent
+        )
         self._rooms: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # where deltas are sent to
         self._step = 0
         self._lock = threading.RLock()

@@ -131,8 +131,8 @@ class Lane:
 class Staging:
     """Carries host arrays to `device` through pinned buffers of `num_bytes`, one per stream, which grow.
 
-    `send` gives fresh tensors; `post` writes to one tensor of the caller per stream again and again. Several threads may
-    call it. On a CPU there is nothing to carry, and arrays are copied.
+    `send` gives fresh tensors; `post` writes to one tensor of the caller per stream again and again. Several
+    threads may call it. On a CPU there is nothing to carry, and arrays are copied.
 
     Errors: ConfigError for a device that does not exist or a size that is not positive.
     """
