@@ -198,7 +198,8 @@ class _Views(Generic[Array]):
     def __init__(
         self, buffers: BatchBuffers, arrays: Mapping[str, Array], padded: _Sizes, prefix: str = ""
     ) -> None:
-        self._buffers, self._arrays, self._padded, self._prefix = buffers, arrays, padded, prefix
+        self._buffers, self._padded, self._prefix = buffers, padded, prefix
+        self._arrays: Mapping[str, Array] = arrays
 
     def _view(self, name: str) -> Array:
         what, _ = self._buffers.declared(self._prefix + name)

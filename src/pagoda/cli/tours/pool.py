@@ -114,14 +114,14 @@ def run(pen: Pen, device: str) -> None:
     first = [tour.admit(name, n) for name, n in (("A", 70), ("B", 150), ("C", 36))]
     tour.draw()
 
-    pen.title("One step computes their prompts: plan, apply, batch, store; keys are read back")
+    pen.title("One step computes their prompts: plan, apply, batch, store")
     tour.step(first, [70, 150, 36])
     for row in first:
         if not tour.is_whole(row):
             raise PagodaError(f"request {tour.names[row]} did not come back")
         pen.say(f"{tour.names[row]}: {manager.computed(row)} tokens × {LAYERS} layers, equal to the bit")
 
-    pen.title("Twelve decode steps: one call per step for all requests, half-used pages first")
+    pen.title("Twelve decode steps: one call per step for all, half-used pages first")
     last = 0
     begin = time.perf_counter()
     for _ in range(12):
