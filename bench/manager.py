@@ -117,9 +117,10 @@ def running(
     rows = []
     for tokens in prompts_of(length + more):
         row = manager.admit(tokens).row
-        manager.commit(row, tokens, len(tokens))
+        manager.plan(row, len(tokens))
+        manager.commit(row, tokens)
         rows.append(row)
-    manager.pass_fence(manager.take_delta().step)
+    manager.pass_fence(manager.step - 1)
     gc.collect()
     return manager, np.array(rows, np.int32)
 
@@ -143,7 +144,7 @@ def step_cost(manager: Manager, rows: Int32) -> dict[str, Any]:
         begin = now()
         for tokens in sampled:
             manager.reserve(rows)
-            delta = manager.take_delta()
+            delta = manager.plan(rows)
             manager.commit(rows, tokens)
             manager.pass_fence(delta.step)
         samples.append(each_of_batch(now() - begin, PAGE))
@@ -158,7 +159,7 @@ def steps_cost(manager: Manager, rows: Int32) -> dict[str, Any]:
         tokens = random_tokens(rng, len(rows))
         begin = now()
         manager.reserve(rows)
-        delta = manager.take_delta()
+        delta = manager.plan(rows)
         manager.commit(rows, tokens)
         manager.pass_fence(delta.step)
         samples.append(now() - begin)
@@ -175,8 +176,8 @@ def chunk_cost(manager: Manager, rows: Int32) -> dict[str, Any]:
         tokens = random_tokens(rng, CHUNK)
         begin = now()
         manager.reserve(row, CHUNK)
-        delta = manager.take_delta()
-        manager.commit(row, tokens, CHUNK)
+        delta = manager.plan(row, CHUNK)
+        manager.commit(row, tokens)
         manager.pass_fence(delta.step)
         samples.append(now() - begin)
     return stats(samples)
@@ -196,7 +197,7 @@ def admission_cost(manager: Manager, rows: Int32) -> tuple[dict[str, Any], dict[
             manager.release(admitted.row)
             end = now()
             assert admitted.hit == length, (admitted.hit, length)
-            step = manager.take_delta().step
+            step = manager.plan().step
             fence = now()
             manager.pass_fence(step)
             releases.append(end - middle + now() - fence)
@@ -212,7 +213,7 @@ def fork_cost(manager: Manager, row: int) -> dict[str, Any]:
         child = manager.fork(row)
         samples.append(now() - begin)
         manager.release(child)
-        manager.pass_fence(manager.take_delta().step)
+        manager.pass_fence(manager.plan().step)
     return stats(samples)
 
 
@@ -238,5 +239,5 @@ def _shown(row: Row) -> Row:
 
     shown: Row = {key: cell(value) if isinstance(value, dict) else value for key, value in row.items()}
     if "requests" in row:
-        shown["ns a request"] = row["step, µs"]["best_us"] * 1_000 / row["requests"]
+        shown["ns per request"] = row["step, µs"]["best_us"] * 1_000 / row["requests"]
     return shown

@@ -113,7 +113,8 @@ class Pagoda(Adapter):
     def held(self, request: PagodaRequest) -> list[int]:
         manager = self.manager
         return [
-            int(np.count_nonzero(manager.pages(request.row, group.name))) for group in manager.layout.groups
+            int(np.count_nonzero(manager.page_ids(request.row, group.name)))
+            for group in manager.layout.groups
         ]
 
     def look_up(self, request: PagodaRequest) -> None:
@@ -127,8 +128,8 @@ class Pagoda(Adapter):
             self.settle()
             return False
         row, hit = admitted.row, admitted.hit
-        manager.pass_fence(manager.take_delta().step)
-        manager.commit(row, tokens[hit:], len(tokens) - hit)
+        manager.pass_fence(manager.plan(row, len(tokens) - hit).step)
+        manager.commit(row, tokens[hit:])
         request.row, request.hit = row, hit
         return True
 
@@ -136,14 +137,14 @@ class Pagoda(Adapter):
         if request.row == 0:  # looked up only, which gives no length: admitted and released, it does
             admitted = self.manager.admit(request.tokens)
             self.manager.release(admitted.row)
-            self.manager.pass_fence(self.manager.take_delta().step)
+            self.manager.pass_fence(self.manager.plan().step)
             return admitted.hit
         return request.hit
 
     def grow(self, batch: Any, tokens: Any) -> None:
         manager = self.manager
         manager.reserve(batch)
-        delta = manager.take_delta()
+        delta = manager.plan(batch)
         manager.commit(batch, tokens)
         manager.pass_fence(delta.step)
 
@@ -151,7 +152,7 @@ class Pagoda(Adapter):
         self.manager.release(request.row)
 
     def settle(self) -> None:
-        self.manager.pass_fence(self.manager.take_delta().step)
+        self.manager.pass_fence(self.manager.plan().step)
 
 
 class PagodaSixGroups(Pagoda):

@@ -51,6 +51,24 @@ const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
   return api;
 }
 
+// A bool, Python's or a tensor's: `__index__` would make a 0 or 1 of it. numpy's has none.
+bool is_bool(nb::handle value) {
+  if (PyLong_CheckExact(value.ptr())) return false;
+  if (PyBool_Check(value.ptr())) return true;
+  if (PyArray_IsScalar(value.ptr(), Integer)) return false;
+  nb::object dtype = nb::steal(PyObject_GetAttrString(value.ptr(), "dtype"));
+  if (!dtype.is_valid()) {
+    forgive();
+    return false;
+  }
+  nb::object name = nb::steal(PyObject_Str(dtype.ptr()));
+  if (!name.is_valid()) {
+    forgive();
+    return false;
+  }
+  return PyUnicode_CompareWithASCIIString(name.ptr(), "torch.bool") == 0;
+}
+
 template <typename T>
 NewArray<T> new_array(int64_t size, int type) {
   npy_intp shape = size;
@@ -83,6 +101,8 @@ nb::object view_int32(nb::handle owner, int32_t* data, int64_t size) {
 }
 
 int64_t to_int(nb::handle value, const char* name, int64_t low, int64_t high) {
+  if (is_bool(value))
+    refuse(name, "give an integer, not " + (PyBool_Check(value.ptr()) ? "bool" : "a bool " + kind_of(value)));
   nb::object index = nb::steal(PyNumber_Index(value.ptr()));
   if (!index.is_valid()) {
     forgive();

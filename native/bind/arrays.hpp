@@ -61,7 +61,7 @@ class IdArray {
   Buffer buffer_;
 };
 
-// An integer argument within [low, high], or an ArgumentError that names it.
+// An integer argument within [low, high], or an ArgumentError that names it. A bool is no integer here.
 int64_t to_int(nb::handle value, const char* name, int64_t low, int64_t high);
 
 // Whether an argument is one integer, Python's or numpy's.

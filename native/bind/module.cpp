@@ -1,17 +1,23 @@
 #include "bind/module.hpp"
 
 #include "bind/arrays.hpp"
+#include "core/window.hpp"
 
 NB_MODULE(_native, m) {
   using namespace pagoda::bind;
   using pagoda::Ids;
   m.doc() = "Pagoda's native core. Public names are re-exported by the rooms of the house.";
+  // A thread, handler or traceback that outlives the interpreter keeps what it holds: no fault of the bindings.
+  // Tests of the bindings turn the warnings on.
+  nb::set_leak_warnings(false);
   init_arrays();
   init_errors();
   bind_free_list(m);
   bind_prefix_tree(m);
   bind_manager(m);
   bind_rank(m);
+  m.def("set_leak_warnings", &nb::set_leak_warnings, nb::arg("on"),
+        "Whether objects that are alive when the interpreter ends are reported on stderr: off unless a test asks.");
   m.def(
       "sum_ids",
       [](nb::handle ids) {
@@ -23,4 +29,15 @@ NB_MODULE(_native, m) {
       },
       nb::arg("ids").none(), nb::sig("def sum_ids(ids: IdsLike, /) -> int"),
       "Sum of an array argument: what crossing into the core costs and accepts, for tests and figures.");
+  m.def(
+      "first_live_token",
+      [](nb::handle committed, nb::handle window, nb::handle resume_step) {
+        constexpr int64_t kMost = int64_t{1} << 62;
+        const pagoda::PageMath pages(to_int(resume_step, "resume_step", 1, kMost));
+        return pages.first_slot(pagoda::first_live_page(to_int(committed, "committed", 0, kMost),
+                                                        to_int(window, "window", 1, kMost), pages));
+      },
+      nb::arg("committed").none(), nb::arg("window").none(), nb::arg("resume_step").none(),
+      nb::sig("def first_live_token(committed: int, window: int, resume_step: int) -> int"),
+      "The first token of a window group that a row with so many committed tokens still reads.");
 }

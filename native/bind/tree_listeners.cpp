@@ -7,7 +7,7 @@ namespace pagoda::bind {
 namespace {
 
 nb::object to_python(const TreeEvent& event) {
-  nb::object values = nb::module_::import_("pagoda.tree.values");
+  nb::object values = nb::module_::import_("pagoda.tree._values");
   nb::object parent = event.position == 0 ? nb::none() : nb::object(nb::int_(event.parent));
   return values.attr(event.is_stored ? "Stored" : "Removed")(nb::bytes(event.space.data(), event.space.size()),
                                                              event.position, parent, to_array(event.tokens),

@@ -6,12 +6,12 @@
 namespace pagoda {
 
 int64_t DeltaLayout::head_size() const {
-  return aligned(DeltaView::kFixed + 4 * static_cast<int64_t>(sections_.size()));
+  return aligned(DeltaView::kFixed + 4 * num_sections_);
 }
 
 int64_t DeltaLayout::size() const {
   int64_t n = head_size();
-  for (const Entry& section : sections_) n = aligned(n + section.size);
+  for (int64_t i = 0; i < num_sections_; ++i) n = aligned(n + (*this)[i].size);
   return n;
 }
 
@@ -21,9 +21,10 @@ int64_t DeltaLayout::write_head(int64_t step, int32_t* out) const {
   *out++ = static_cast<int32_t>(step & std::numeric_limits<int32_t>::max());
   *out++ = static_cast<int32_t>(step >> 31);
   *out++ = static_cast<int32_t>(num_groups_);
-  *out++ = static_cast<int32_t>(sections_.size());
+  *out++ = static_cast<int32_t>(num_sections_);
   int64_t at = head;
-  for (const Entry& section : sections_) {
+  for (int64_t i = 0; i < num_sections_; ++i) {
+    const Entry& section = (*this)[i];
     *out++ = static_cast<int32_t>(section.kind);
     *out++ = static_cast<int32_t>(section.group);
     *out++ = static_cast<int32_t>(at);

@@ -30,20 +30,26 @@ enum class Section : int32_t {
 // Where the sections of a delta lie. In: kinds and sizes; out: an array with a head.
 class DeltaLayout {
  public:
-  explicit DeltaLayout(int64_t num_groups, int64_t max_sections) : num_groups_(num_groups) {
-    sections_.reserve(static_cast<size_t>(max_sections));
-  }
+  explicit DeltaLayout(int64_t num_groups) : num_groups_(num_groups) {}
+
   // An empty section is left out.
   void add(Section kind, int64_t group, int64_t size) {
-    if (size > 0) sections_.push_back({kind, group, size});
+    if (size == 0) return;
+    if (num_sections_ < kFew) {
+      few_[num_sections_++] = {kind, group, size};
+    } else {
+      many_.push_back({kind, group, size});
+      ++num_sections_;
+    }
   }
   // Words of the whole array.
   int64_t size() const;
-  // Writes the head, and calls fill(kind, group, where) for each section.
+  // Writes the head, and calls fill(kind, group, where) for each section, in the order in which they were added.
   template <typename Fill>
   void write(int64_t step, int32_t* out, Fill fill) const {
     int64_t at = write_head(step, out);
-    for (const Entry& section : sections_) {
+    for (int64_t i = 0; i < num_sections_; ++i) {
+      const Entry& section = (*this)[i];
       fill(section.kind, section.group, out + at);
       at = aligned(at + section.size);
     }
@@ -54,12 +60,16 @@ class DeltaLayout {
     Section kind;
     int64_t group, size;
   };
+  static constexpr int64_t kFew = 8;  // as most steps have: these need no memory of their own
   static int64_t aligned(int64_t words) { return (words + 3) / 4 * 4; }
+  const Entry& operator[](int64_t i) const { return i < kFew ? few_[i] : many_[static_cast<size_t>(i - kFew)]; }
   int64_t head_size() const;
   int64_t write_head(int64_t step, int32_t* out) const;
 
   int64_t num_groups_;
-  std::vector<Entry> sections_;
+  int64_t num_sections_ = 0;
+  Entry few_[kFew];
+  std::vector<Entry> many_;
 };
 
 // A look into a delta. Throws BadArgument for an array that is none.

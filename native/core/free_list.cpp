@@ -184,8 +184,8 @@ void FreeList::free(Ids ids, Fence fence) {
 
 void FreeList::require_slots_fit(const PageMath& pages) const {
   if (first_id_ + num_ids_ > std::numeric_limits<int32_t>::max() / pages.size()) {
-    throw BadArgument("page_size = " + text(pages.size()) + " makes the slots of " + text(num_ids_) + " " + what_ +
-                      " pass 2^31: give a smaller page_size or fewer ids");
+    throw BadArgument("page_tokens = " + text(pages.size()) + " makes the slots of " + text(num_ids_) + " " + what_ +
+                      " pass 2^31: give a smaller page_tokens or fewer ids");
   }
 }
 
@@ -263,8 +263,8 @@ FreeList::Need FreeList::plan_growth(Ids old_lens, Ids new_lens, Ids last_slots,
   try {
     for (; r < old_lens.size; ++r) {
       if (old_lens[r] < 0 || new_lens[r] < old_lens[r]) {
-        throw BadArgument("request " + text(r) + " would go from " + text(old_lens[r]) + " to " + text(new_lens[r]) +
-                          " tokens: lengths are not negative and never shrink");
+        throw BadArgument("new_lens[" + text(r) + "] = " + text(new_lens[r]) + ", old_lens[" + text(r) +
+                          "] = " + text(old_lens[r]) + " tokens: lengths are not negative and never shrink");
       }
       need.tokens += new_lens[r] - old_lens[r];
       need.pages += pages.pages_for(new_lens[r]) - pages.pages_for(old_lens[r]);

@@ -45,7 +45,8 @@ std::vector<PageTable::Group> tables_of(const std::vector<GroupSpec>& groups, in
 
 }  // namespace
 
-Manager::Group::Group(GroupSpec given, int which, int64_t num_rows, int64_t max_tokens, int column, int64_t step)
+Manager::Group::Group(GroupSpec given, int which, int32_t* ids, int64_t num_rows, int64_t max_tokens, int column,
+                      int64_t step)
     : spec(std::move(given)),
       number(which),
       math(spec.page_tokens),
@@ -53,6 +54,7 @@ Manager::Group::Group(GroupSpec given, int which, int64_t num_rows, int64_t max_
       max_pages(math.pages_for(max_tokens)),
       first_column(column),
       num_columns(static_cast<int>(step / spec.page_tokens)),
+      table(ids),
       own((num_rows + 1) * max_pages),
       source_of(spec.num_pages + 1),
       cached(spec.window > 0 ? spec.num_pages : 0, (num_rows + 1) * max_pages) {}
@@ -79,13 +81,13 @@ Manager::Manager(std::vector<GroupSpec> specs, int64_t num_rows, int64_t max_tok
       firsts_(static_cast<size_t>(num_rows + 1) * specs.size()),
       ends_(static_cast<size_t>(num_rows + 1) * specs.size()),
       tails_((num_rows + 1) * math_.size()),
-      touched_(static_cast<size_t>(num_rows + 1)),
-      seen_(static_cast<size_t>(num_rows + 1)) {
+      touched_(static_cast<size_t>(num_rows + 1)) {
   int column = 0;
   for (GroupSpec& spec : specs) {
     has_windows_ = has_windows_ || spec.window > 0;
     const int number = static_cast<int>(groups_.size());
-    groups_.emplace_back(std::move(spec), number, num_rows, max_tokens, column, math_.size());
+    groups_.emplace_back(std::move(spec), number, table_.row(static_cast<size_t>(number), 0), num_rows, max_tokens, column,
+                         math_.size());
     column += groups_.back().num_columns;
   }
   if (has_windows_) {
@@ -121,17 +123,10 @@ const Manager::Row& Manager::row_at(int64_t number, int64_t position) const {
   return found;
 }
 
-void Manager::require_rows(Ids rows) {
-  const int64_t call = ++call_;
-  for (int64_t i = 0; i < rows.size; ++i) {
-    row_at(rows[i], i);
-    int64_t& seen = seen_[static_cast<size_t>(rows[i])];
-    if (seen == call) {
-      throw BadId{IdFault::kAlreadyHeld, rows[i], i,
-                  "rows[" + text(i) + "] = " + text(rows[i]) + " is named twice in one call"};
-    }
-    seen = call;
-  }
+void Manager::refuse_row(Ids rows, int64_t i) const {
+  row_at(rows[i], i);
+  throw BadId{IdFault::kAlreadyHeld, rows[i], i,
+              "rows[" + text(i) + "] = " + text(rows[i]) + " is named twice in one call"};
 }
 
 void Manager::require_counts(Ids rows, const PerRow& counts, const char* name) const {

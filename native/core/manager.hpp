@@ -33,6 +33,7 @@
 #include "core/page_math.hpp"
 #include "core/page_table.hpp"
 #include "core/prefix_tree.hpp"
+#include "core/window.hpp"
 #include "core/window_pages.hpp"
 
 namespace pagoda {
@@ -57,7 +58,8 @@ class Manager {
   Manager(std::vector<GroupSpec> groups, int64_t num_rows, int64_t max_tokens, int64_t watermark);
 
   struct Group {
-    Group(GroupSpec spec, int number, int64_t num_rows, int64_t max_tokens, int first_column, int64_t step);
+    Group(GroupSpec spec, int number, int32_t* table, int64_t num_rows, int64_t max_tokens, int first_column,
+          int64_t step);
     GroupSpec spec;
     int number;  // of the groups
     PageMath math;
@@ -65,6 +67,7 @@ class Manager {
     int64_t max_pages;       // per row
     int first_column;        // of the tree
     int num_columns;         // pages of this group that a page of the tree covers
+    int32_t* table;          // [num_rows + 1, max_pages]: its part of the page table
     LazyArray<uint8_t> own;  // [num_rows + 1, max_pages]: 1 if the page is the row's
     int64_t num_own = 0;
     std::vector<int32_t> sources, targets;  // page copies of the step
@@ -72,6 +75,8 @@ class Manager {
     std::vector<int32_t> given_up[2];       // scratch: ids to free, [1] of rows that were touched
     WindowPages cached;                     // of a window
 
+    int32_t* ids(int64_t row) { return table + row * max_pages; }
+    const int32_t* ids(int64_t row) const { return table + row * max_pages; }
     uint8_t* owned(int64_t row) { return own.data() + row * max_pages; }
     const uint8_t* owned(int64_t row) const { return own.data() + row * max_pages; }
     int32_t place(int64_t row, int64_t page) const { return static_cast<int32_t>(row * max_pages + page); }
@@ -158,6 +163,7 @@ class Manager {
     int32_t stored = 0;  // tokens the tree has, leased
     bool is_running = false;
     bool is_stored = true;  // what it commits becomes the tree's
+    int64_t seen = 0;       // the last call that named it
   };
   struct Copy {
     int group;
@@ -196,7 +202,19 @@ class Manager {
   int32_t end(int64_t number, size_t g) const { return ends_[static_cast<size_t>(number) * groups_.size() + g]; }
   // Committed tokens behind `stored`: fewer than a page of the tree.
   int32_t* tail(int64_t number) { return tails_.data() + number * math_.size(); }
-  void require_rows(Ids rows);
+  // Row i of a call, which names each once.
+  Row& require_row(Ids rows, int64_t i) {
+    const int64_t number = rows[i];
+    if (number < 1 || number > num_rows_ || !row(number).is_running || row(number).seen == call_) refuse_row(rows, i);
+    Row& found = row(number);
+    found.seen = call_;
+    return found;
+  }
+  void require_rows(Ids rows) {
+    ++call_;
+    for (int64_t i = 0; i < rows.size; ++i) require_row(rows, i);
+  }
+  [[noreturn]] void refuse_row(Ids rows, int64_t i) const;
   static void require_tokens(Ids tokens);  // at least one, none negative
   void require_counts(Ids rows, const PerRow& counts, const char* name) const;
 
@@ -235,13 +253,9 @@ class Manager {
   void add_pages(Group& group, size_t g, int64_t number, int64_t to);
   // Forgets a prompt that went another way, or of which no more is to come.
   void compare_prompt(int64_t number, const int32_t* tokens, int64_t n);
-  // The first page of a group that is read once `committed` tokens are there: by their last whole page in the tree,
-  // whose window has to stay whole for whoever resumes there, and so by every later query. Whole pages of the tree, so
-  // that its columns stay alike.
+  // The first page of a group that is read once `committed` tokens are there.
   int64_t live_from(const Group& group, int64_t committed) const {
-    if (!group.has_window()) return 0;
-    const int64_t whole = math_.first_slot(math_.page(committed));
-    return math_.page(std::max<int64_t>(0, whole - group.spec.window + 1)) * group.num_columns;
+    return group.has_window() ? first_live_page(committed, group.spec.window, math_) * group.num_columns : 0;
   }
   // What storing pages of a row will touch is on its way; `filling_` are those that will be, the next is number i.
   void prefetch_stores(size_t i) const;
@@ -293,7 +307,6 @@ class Manager {
   std::vector<int32_t> firsts_, ends_;  // [num_rows + 1, groups]
   LazyArray<int32_t> tails_;            // [num_rows + 1, tokens of a page of the tree]
   std::vector<int64_t> touched_;        // [num_rows + 1]: the last step whose delta names a row, or pages of its own
-  std::vector<int64_t> seen_;           // [num_rows + 1]: the last call that named a row
   int64_t call_ = 0;
   FenceQueue<LeaseId> waiting_;
   int64_t step_ = 1;

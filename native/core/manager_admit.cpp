@@ -121,7 +121,7 @@ Manager::Admitted Manager::admit(const Prompt& prompt) {
 
 void Manager::start(int64_t number, LeaseId lease, int64_t length, int64_t reserved) {
   const int32_t known = static_cast<int32_t>(length);
-  row(number) = {static_cast<int32_t>(reserved), known, known, known, true, true};
+  row(number) = {static_cast<int32_t>(reserved), known, known, known, true, true, 0};
   request(number).lease = lease;
   touched_[static_cast<size_t>(number)] = step_;
 }
@@ -130,7 +130,7 @@ void Manager::abandon(int32_t number, size_t num_writes) {
   for (size_t g = 0; g < groups_.size(); ++g) {
     Group& group = groups_[g];
     for (int64_t p = first(number, g); group.has_window() && p < end(number, g); ++p) {
-      let_go(group, table_.row(g, number)[p]);
+      let_go(group, groups_[g].ids(number)[p]);
     }
   }
   places_.resize(num_writes);
@@ -147,7 +147,7 @@ void Manager::take_hit(Group& group, size_t g, int64_t number) {
   const LeaseId lease = request(number).lease;
   const int64_t tree_pages = math_.page(row.stored), n = tree_pages * group.num_columns;
   const int64_t first = live_from(group, row.committed), tree_first = first / group.num_columns;
-  int32_t* ids = table_.row(g, number);
+  int32_t* ids = groups_[g].ids(number);
   if (group.num_columns == 1) {
     tree_.copy_pages(lease, group.first_column, first, ids);
   } else {
@@ -250,9 +250,9 @@ void Manager::fork(int64_t number, int64_t n, int32_t* rows_out) {
 void Manager::inherit(Group& group, size_t g, int64_t parent, int64_t child) {
   const int64_t shared = math_.page(row(parent).stored) * group.num_columns, from = first(parent, g);
   const int64_t to = group.math.pages_for(row(parent).committed);
-  const int32_t* theirs = table_.row(g, parent);
+  const int32_t* theirs = group.ids(parent);
   const uint8_t* own = group.owned(parent);
-  int32_t* ids = table_.row(g, child);
+  int32_t* ids = group.ids(child);
   if (!group.has_window()) {
     take_hit(group, g, child);
   } else {

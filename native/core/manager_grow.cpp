@@ -22,12 +22,12 @@ int64_t Manager::num_reservable(Ids rows, const PerRow& counts) {
 }
 
 void Manager::reserve(Ids rows, const PerRow& counts) {
-  require_rows(rows);
   require_counts(rows, counts, "n");
   Needs needs(groups_.size());
   growing_.clear();
+  ++call_;
   for (int64_t i = 0; i < rows.size; ++i) {
-    const int64_t to = row(rows[i]).reserved + counts[i];
+    const int64_t to = require_row(rows, i).reserved + counts[i];
     if (to > max_tokens_) {
       throw BadArgument("row " + text(rows[i]) + " would have " + text(to) + " tokens, more than the max_tokens = " +
                         text(max_tokens_) + " of a row");
@@ -56,7 +56,7 @@ void Manager::reserve(Ids rows, const PerRow& counts) {
   for (size_t i = 0; i < growing_.size(); ++i) {
     for (size_t g = 0; g < groups_.size() && i + kAhead < growing_.size(); ++g) {
       const int64_t later = growing_[i + kAhead], at = end(later, g);
-      __builtin_prefetch(table_.row(g, later) + at, 1);
+      __builtin_prefetch(groups_[g].ids(later) + at, 1);
       __builtin_prefetch(groups_[g].owned(later) + at, 1);
     }
     const int32_t number = growing_[i];
@@ -69,7 +69,7 @@ void Manager::reserve(Ids rows, const PerRow& counts) {
 void Manager::add_pages(Group& group, size_t g, int64_t number, int64_t to) {
   const int64_t from = end(number, g), n = to - from;
   if (n <= 0) return;
-  int32_t* ids = table_.row(g, number) + from;
+  int32_t* ids = groups_[g].ids(number) + from;
   group.pages.alloc(n, ids);
   std::fill_n(group.owned(number) + from, n, uint8_t{1});
   group.num_own += n;
@@ -95,12 +95,12 @@ void Manager::rollback(Ids rows, const PerRow& counts) {
 }
 
 void Manager::commit(Ids rows, Ids tokens, const PerRow& counts) {
-  require_rows(rows);
   require_counts(rows, counts, "counts");
   int64_t sum = 0;
   filling_.clear();
+  ++call_;
   for (int64_t i = 0; i < rows.size; ++i) {
-    const Row& row = this->row(rows[i]);
+    const Row& row = require_row(rows, i);
     sum += counts[i];
     if (row.committed - row.stored + counts[i] >= math_.size()) filling_.push_back(rows[i]);
     if (counts[i] > row.computed - row.committed) {
@@ -153,10 +153,10 @@ void Manager::prefetch_stores(size_t i) const {
   for (size_t g = 0; g < groups_.size(); ++g) {
     const Group& group = groups_[g];
     const int64_t next = page * group.num_columns;
-    __builtin_prefetch(table_.row(g, number) + next);
+    __builtin_prefetch(groups_[g].ids(number) + next);
     __builtin_prefetch(group.owned(number) + next, 1);
     if (!group.has_window()) continue;
-    __builtin_prefetch(table_.row(g, number) + first(number, g));
+    __builtin_prefetch(groups_[g].ids(number) + first(number, g));
     __builtin_prefetch(group.owned(number) + first(number, g), 1);
   }
 }
@@ -181,7 +181,7 @@ void Manager::store(int64_t number, const int32_t* tokens, int64_t n) {
   const int64_t first_page = math_.page(row.stored);
   for (size_t g = 0; g < groups_.size(); ++g) {
     const Group& group = groups_[g];
-    const int32_t* ids = table_.row(g, number) + first_page * group.num_columns;
+    const int32_t* ids = groups_[g].ids(number) + first_page * group.num_columns;
     for (int c = 0; c < group.num_columns; ++c) {
       const size_t at = static_cast<size_t>(group.first_column + c);
       auto& column = columns_[at];
@@ -205,7 +205,7 @@ void Manager::store(int64_t number, const int32_t* tokens, int64_t n) {
     std::fill(own + begin, own + to, uint8_t{0});
     group.num_own -= to - begin;
     if (!group.has_window()) return;
-    for (int64_t p = begin; p < to; ++p) group.cached.add(table_.row(g, number)[p]);
+    for (int64_t p = begin; p < to; ++p) group.cached.add(groups_[g].ids(number)[p]);
   };
   const int64_t present = math_.page(done.present);
   for (size_t g = 0; g < groups_.size(); ++g) {
@@ -248,7 +248,7 @@ void Manager::give_up(int64_t number) {
     int32_t& first = this->first(number, g);
     const int64_t from = first, live = std::min<int64_t>(live_from(group, committed), end(number, g));
     if (live <= from) continue;
-    const int32_t* ids = table_.row(g, number);
+    const int32_t* ids = groups_[g].ids(number);
     uint8_t* own = group.owned(number);
     // Memory is asked for: what follows, and freeing them, does not fail.
     auto& given_up = group.given_up[is_touched];

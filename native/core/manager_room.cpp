@@ -84,7 +84,7 @@ void Manager::evict_window_page(Group& group) {
     tree_.punch_page(group.number, page);
     while (group.cached.duplicate_of(page) != 0) group.cached.unlink_duplicate(group.cached.duplicate_of(page));
   } else {
-    const int32_t duplicate = table_.row(static_cast<size_t>(group.number), 0)[place];
+    const int32_t duplicate = group.table[place];
     tree_.replace_page(group.number, page, duplicate);
     group.cached.unlink_duplicate(place);
     group.cached.move_duplicates(page, duplicate);
@@ -157,7 +157,7 @@ int64_t Manager::invalidate(int64_t g, Ids page_ids, int32_t* rows_out) {
     Row& row = this->row(number);
     if (!row.is_running) continue;
     const size_t which = static_cast<size_t>(g);
-    const int32_t* ids = table_.row(which, number);
+    const int32_t* ids = group.ids(number);
     const bool reads = std::any_of(ids + first(number, which), ids + end(number, which),
                                    [&](int32_t id) { return bad.contains(id); });
     const auto& copies = request(number).copies;

@@ -9,16 +9,16 @@ namespace pagoda {
 // ── steps ───────────────────────────────────────────────────────────────────────────────────────────
 
 DeltaLayout Manager::lay_out(Ids rows, const PerRow& counts) {
-  require_rows(rows);
   require_counts(rows, counts, "counts");
+  ++call_;
   for (int64_t i = 0; i < rows.size; ++i) {
-    const Row& row = this->row(rows[i]);
+    const Row& row = require_row(rows, i);
     if (counts[i] > row.reserved - row.computed) {
       throw BadArgument("row " + text(rows[i]) + " has " + text(row.reserved - row.computed) +
                         " tokens reserved and not computed: cannot plan " + text(counts[i]) + "; reserve them first");
     }
   }
-  DeltaLayout layout(num_groups(), 6 + 2 * num_groups());
+  DeltaLayout layout(num_groups());
   const int64_t num_writes = static_cast<int64_t>(places_.size());
   layout.add(Section::kRows, 0, rows.size);
   layout.add(Section::kLengths, 0, rows.size);
@@ -34,7 +34,8 @@ DeltaLayout Manager::lay_out(Ids rows, const PerRow& counts) {
 }
 
 void Manager::plan(Ids rows, const PerRow& counts, const DeltaLayout& layout, int32_t* out) {
-  for (int64_t i = 0; i < rows.size; ++i) row(rows[i]).computed += static_cast<int32_t>(counts[i]);
+  int32_t* lengths = nullptr;
+  int32_t* computed = nullptr;  // counts of the rows
   layout.write(step_, out, [&](Section kind, int64_t g, int32_t* at) {
     const Group& group = groups_[static_cast<size_t>(g)];
     switch (kind) {
@@ -42,14 +43,18 @@ void Manager::plan(Ids rows, const PerRow& counts, const DeltaLayout& layout, in
         std::copy_n(rows.data, rows.size, at);
         break;
       case Section::kLengths:
-        for (int64_t i = 0; i < rows.size; ++i) at[i] = row(rows[i]).computed;
+        lengths = at;
         break;
       case Section::kCounts:
-        for (int64_t i = 0; i < rows.size; ++i) at[i] = static_cast<int32_t>(counts[i]);
+        computed = at;
         break;
       case Section::kStarts:
         at[0] = 0;
-        for (int64_t i = 0; i < rows.size; ++i) at[i + 1] = at[i] + static_cast<int32_t>(counts[i]);
+        for (int64_t i = 0; i < rows.size; ++i) {
+          const int32_t n = computed[i] = static_cast<int32_t>(counts[i]);
+          lengths[i] = row(rows[i]).computed += n;
+          at[i + 1] = at[i] + n;
+        }
         break;
       case Section::kPlaces:
         std::copy(places_.begin(), places_.end(), at);
@@ -128,7 +133,7 @@ void Manager::release(Ids rows) {
     const bool is_touched = this->is_touched(rows[i]);
     ended_[is_touched].push_back(rows[i]);
     for (size_t g = 0; g < groups_.size(); ++g) {
-      const int32_t* ids = table_.row(g, rows[i]);
+      const int32_t* ids = groups_[g].ids(rows[i]);
       const uint8_t* own = groups_[g].owned(rows[i]);
       for (int64_t p = first(rows[i], g), to = end(rows[i], g); p < to; ++p) {
         if (own[p] != 0) groups_[g].given_up[is_touched].push_back(ids[p]);
@@ -154,7 +159,7 @@ void Manager::release(Ids rows) {
     for (size_t g = 0; g < groups_.size(); ++g) {
       Group& group = groups_[g];
       if (!group.has_window()) continue;
-      const int32_t* ids = table_.row(g, rows[i]);
+      const int32_t* ids = groups_[g].ids(rows[i]);
       const uint8_t* own = group.owned(rows[i]);
       for (int64_t p = first(rows[i], g), to = end(rows[i], g); p < to; ++p) {
         if (own[p] != 0) {
@@ -182,7 +187,7 @@ void Manager::release(Ids rows) {
 void Manager::clear(int64_t number) {
   for (size_t g = 0; g < groups_.size(); ++g) {
     const int64_t from = first(number, g), n = end(number, g) - from;
-    std::fill_n(table_.row(g, number) + from, n, 0);
+    std::fill_n(groups_[g].ids(number) + from, n, 0);
     std::fill_n(groups_[g].owned(number) + from, n, uint8_t{0});
     first(number, g) = end(number, g) = 0;
   }

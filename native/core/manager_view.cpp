@@ -92,7 +92,7 @@ void Manager::check_window(const Group& group, size_t g) const {
     }
     if (!row(number).is_running) continue;
     for (int64_t p = first(number, g); p < end(number, g); ++p) {
-      if (group.owned(number)[p] == 0) ++expected[static_cast<size_t>(table_.row(g, number)[p])];
+      if (group.owned(number)[p] == 0) ++expected[static_cast<size_t>(groups_[g].ids(number)[p])];
     }
   }
   if (num_duplicates != cached.num_duplicates()) broken(name + "duplicates are counted wrong");
@@ -147,7 +147,7 @@ void Manager::check_group(size_t g, const std::vector<NodeInfo>& nodes) const {
   for (int64_t number = 1; number <= num_rows_; ++number) {
     const Row& row = this->row(number);
     const std::string who = "row " + text(number);
-    const int32_t* ids = table_.row(g, number);
+    const int32_t* ids = groups_[g].ids(number);
     const uint8_t* own = group.owned(number);
     const int64_t first = this->first(number, g), end = row.is_running ? this->end(number, g) : 0;
     if (row.is_running && end < group.math.pages_for(row.reserved)) broken(name + who + " has too few pages");

@@ -67,8 +67,8 @@ struct OldMatch {
 
 class Fuzz {
  public:
-  Fuzz(uint64_t seed, int64_t page_size, uint32_t hash_mask)
-      : random_(seed), page_(page_size), tree_(page_size, {0}, false, seed % 2 == 0 ? 4096 : 0, hash_mask) {}
+  Fuzz(uint64_t seed, int64_t page_tokens, uint32_t hash_mask)
+      : random_(seed), page_(page_tokens), tree_(page_tokens, {0}, false, seed % 2 == 0 ? 4096 : 0, hash_mask) {}
 
   void step() {
     switch (below(13)) {
@@ -393,13 +393,13 @@ class Fuzz {
 int main(int argc, char** argv) {
   const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1;
   const int64_t steps = argc > 2 ? std::strtoll(argv[2], nullptr, 10) : 10000;
-  const int64_t page_sizes[] = {1, 2, 3, 16, 64, 100};
+  const int64_t page_tokenss[] = {1, 2, 3, 16, 64, 100};
   const uint32_t masks[] = {~uint32_t{0}, 3, 0};
   int64_t done = 0;
   try {
-    for (int64_t page_size : page_sizes) {
+    for (int64_t page_tokens : page_tokenss) {
       for (uint32_t mask : masks) {
-        Fuzz fuzz(seed * 1000 + static_cast<uint64_t>(page_size), page_size, mask);
+        Fuzz fuzz(seed * 1000 + static_cast<uint64_t>(page_tokens), page_tokens, mask);
         for (g_step = 0; g_step < steps / 18; ++g_step, ++done) fuzz.step();
       }
     }

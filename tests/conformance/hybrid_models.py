@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagoda import AttentionType, DSV4Config, KVCacheManager, LayerSpec
+from pagoda.compat import AttentionType, DSV4Config, KVCacheManager, LayerSpec
+from pagoda.ids import FreeList
 from pagoda.layout import index_keys, latent
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
@@ -83,6 +84,11 @@ def tensors_of(manager: KVCacheManager) -> list[torch.Tensor]:
     ]
 
 
+def free_lists(manager: KVCacheManager) -> dict[int, FreeList | None]:
+    """The free-list of each layer's blocks; None where a layer has none."""
+    return {layer: None if it is None else it.free for layer, it in manager._blocks.items()}
+
+
 def observe(manager: KVCacheManager) -> Any:
     """Everything of a manager that calls can tell: bytes of all tensors, free ids, and what layers took."""
     tensors = [
@@ -90,7 +96,7 @@ def observe(manager: KVCacheManager) -> Any:
     ]
     free = [
         None if ids is None else [block for block in range(1, ids.num_ids + 1) if ids.is_free(block)]
-        for ids in manager.allocators.values()
+        for ids in free_lists(manager).values()
     ]
     taken = [counts.tolist() for counts in manager._taken.values()]
     return tensors, free, taken, repr(manager)

@@ -22,6 +22,7 @@ from conformance.hybrid_models import (
     SCHEDULE,
     SWA,
     exact,
+    free_lists,
     manager_of,
     nothing_is_read,
     observe,
@@ -31,23 +32,9 @@ from conformance.hybrid_models import (
     tiny,
 )
 from conformance.test_rule_threads import quick_switches
-from pagoda import (
-    ArgumentError,
-    CapacityError,
-    CaptureError,
-    ConfigError,
-    InvariantError,
-    KVCacheManager,
-    LayerCacheHandle,
-    LayerSpec,
-    NotHeldError,
-    OutOfRangeError,
-    PagedKVPool,
-    PagodaError,
-    StateCachePool,
-    UsageError,
-    kernels,
-)
+from pagoda import CapacityError, ConfigError, PagodaError, UsageError, kernels
+from pagoda.compat import KVCacheManager, LayerCacheHandle, LayerSpec, PagedKVPool, StateCachePool
+from pagoda.errors import ArgumentError, CaptureError, IdError, InvariantError, NotHeldError, OutOfRangeError
 
 CSA_LAYERS, HCA_LAYERS, SWA_LAYERS = (2, 5), (3, 8), (1,)
 
@@ -76,7 +63,7 @@ CSA_LAYERS, HCA_LAYERS, SWA_LAYERS = (2, 5), (3, 8), (1,)
 def test_argument_names_their_order_and_defaults_are_part_of_the_contract(call: Any, wanted: str) -> None:
     parameters = [it.replace(annotation=it.empty) for it in inspect.signature(call).parameters.values()]
     assert ", ".join(map(str, parameters)) == wanted
-    assert pagoda.KVCacheManager is KVCacheManager
+    assert pagoda.compat.KVCacheManager is KVCacheManager
 
 
 def test_attributes_are_those_of_the_contract(device: str) -> None:
@@ -134,7 +121,7 @@ def test_without_numbers_of_blocks_every_request_fits_at_its_longest(device: str
         device, max_context_tokens=33, num_blocks_per_csa_layer=None, num_blocks_per_hca_layer=None
     )
     assert manager.max_blocks_per_request == 3
-    for ids in manager.allocators.values():
+    for ids in free_lists(manager).values():
         assert ids is None or ids.num_ids == 4 * 3
     for _ in range(4):
         row = manager.admit_request()
@@ -246,7 +233,7 @@ def test_release_gives_back_the_row_and_all_its_blocks_and_resets_its_state(devi
     ]
     manager.release_request(first)
     for layer in (2, 3):
-        assert manager.allocators[layer].num_held == 3
+        assert free_lists(manager)[layer].num_held == 3
         assert manager.block_tables[layer][first].tolist() == [-1] * 5
         assert manager.block_tables[layer][second].tolist() == [2, 4, 6, -1, -1]
         assert manager.block_lens[layer].tolist() == [0, 0, 3, 0, 0]
@@ -273,7 +260,7 @@ def test_the_nth_call_of_any_layer_gives_the_group_s_nth_block(device: str) -> N
     assert manager.allocate_block(2, row) == 3
     assert manager.allocate_block(5, other) == 2
     assert manager.allocate_block(2, row) == 4
-    assert manager.allocators[2].num_held == 4
+    assert free_lists(manager)[2].num_held == 4
     assert manager.block_tables[2].tolist()[1:3] == [[1, 3, 4, -1, -1], [2, -1, -1, -1, -1]]
     assert manager.block_lens[2].tolist() == [0, 3, 1, 0, 0]
     # The other group has ids of its own.
@@ -469,7 +456,7 @@ def test_rows_and_blocks_are_managed_without_reading_a_tensor(
     given = tokens_on(device, [1], [0], [0])
     live_a_while(manager, device)
     # On a CPU the kernel that writes tables is plain torch, which may look where it writes.
-    monkeypatch.setattr(kernels, "set_entries", lambda *_: None)
+    monkeypatch.setattr(kernels, "set_table", lambda *_: None)
     with nothing_is_read(monkeypatch):
         live_a_while(manager, device)
         for layer in LAYERS:
@@ -507,14 +494,14 @@ def test_check_finds_a_block_that_nobody_has_and_one_that_two_have() -> None:
     manager = manager_of("cpu")
     row, other = manager.admit_request(), manager.admit_request()
     manager.allocate_block(2, row)
-    lost = manager.allocators[2].alloc(1)
+    lost = manager._blocks[2].free.alloc(1)
     with pytest.raises(InvariantError, match="18"):
         manager.check()
-    manager.allocators[2].free(lost)
+    manager._blocks[2].free.free(lost)
     manager.check()
     group = manager._groups[0]
     group._host.append(other, [1], 1)
-    with pytest.raises(InvariantError, match="stands twice"):
+    with pytest.raises(InvariantError, match="duplicated"):
         manager.check()
     group._host.release(other)
     manager.check()
@@ -555,7 +542,7 @@ def test_rows_and_blocks_are_managed_between_captures_and_handles_made_inside() 
 def blowing_up(monkeypatch: pytest.MonkeyPatch, where: str) -> Any:
     """Patches that make one step of an allocation fail, with what it fails."""
     error = torch.OutOfMemoryError("no memory") if where == "out of memory" else KeyboardInterrupt("Ctrl-C")
-    patch, write, calls = monkeypatch.context(), kernels.set_entries, []
+    patch, write, calls = monkeypatch.context(), kernels.set_table, []
 
     def once(*args: Any) -> None:
         calls.append(1)
@@ -564,7 +551,7 @@ def blowing_up(monkeypatch: pytest.MonkeyPatch, where: str) -> Any:
         if len(calls) == 1:
             raise error
 
-    patch.__enter__().setattr(kernels, "set_entries", once)
+    patch.__enter__().setattr(kernels, "set_table", once)
     return patch, type(error)
 
 
@@ -634,7 +621,7 @@ def test_a_release_that_is_interrupted_can_be_made_again(
             manager.release_request(row)
     manager.check()
     manager.release_request(row)
-    assert all(ids is None or ids.num_held == 0 for ids in manager.allocators.values())
+    assert all(ids is None or ids.num_held == 0 for ids in free_lists(manager).values())
     for layer in (2, 3):
         assert manager.block_tables[layer].unique().tolist() == [-1]
         assert manager.block_lens[layer].unique().tolist() == [0]
@@ -684,10 +671,10 @@ def test_ctrl_c_at_any_line_of_an_allocation_loses_nothing() -> None:
         assert manager.block_tables[2][row].tolist() == [*blocks, *[-1] * (5 - len(blocks))]
         assert int(manager.block_lens[2][row]) == len(blocks)
         manager.allocate_block(2, other)
-        assert manager.allocators[2].num_held == len(blocks) + 1
+        assert free_lists(manager)[2].num_held == len(blocks) + 1
         manager.check()
         manager.release_request(row)
-        assert manager.allocators[2].num_held == 1
+        assert free_lists(manager)[2].num_held == 1
         manager.check()
     assert line > 20
 
@@ -718,8 +705,8 @@ def test_ctrl_c_at_any_line_of_a_release_loses_nothing() -> None:
                 manager.check()
             manager.release_request(row)
         manager.check()
-        assert manager.allocators[2].num_held == 5
-        assert manager.allocators[2].num_quarantined == manager.allocators[3].num_held == 0
+        assert free_lists(manager)[2].num_held == 5
+        assert free_lists(manager)[2].num_quarantined == free_lists(manager)[3].num_held == 0
         assert int(manager.block_lens[2].sum()) == 5
         assert len({*manager.block_tables[2][others[0]].tolist()}) == 5
     assert line > 20
@@ -755,7 +742,7 @@ def test_threads_never_share_a_row_or_a_block(device: str) -> None:
             thread.join()
     assert wrong == []
     manager.check()
-    assert manager.allocators[2].num_held == 0
+    assert free_lists(manager)[2].num_held == 0
     assert manager.block_tables[2].unique().tolist() == [-1]
 
 
@@ -800,7 +787,7 @@ class Careless:
 
 
 def num_held(manager: Any) -> int:
-    return manager.num_held if isinstance(manager, Careless) else manager.allocators[2].num_held
+    return manager.num_held if isinstance(manager, Careless) else free_lists(manager)[2].num_held
 
 
 def check_a_full_table_leaks_no_block(manager: Any) -> None:
@@ -835,14 +822,14 @@ def test_defect_an_explicit_0_is_taken_for_not_given(device: str) -> None:
     manager = manager_of(device, num_blocks_per_csa_layer=0, num_blocks_per_hca_layer=0)
     row = manager.admit_request()
     for layer in (*CSA_LAYERS, *HCA_LAYERS):
-        assert manager.paged_pools[layer].num_blocks == manager.allocators[layer].num_ids == 0
+        assert manager.paged_pools[layer].num_blocks == manager.allocators[layer].num_total_blocks == 0
         with pytest.raises(CapacityError) as error:
             manager.allocate_block(layer, row)
         assert (error.value.free, error.value.total) == (0, 0)
     manager.check()
     # One of them given, the other not.
     manager = manager_of(device, num_blocks_per_csa_layer=0, num_blocks_per_hca_layer=None)
-    assert (manager.allocators[2].num_ids, manager.allocators[3].num_ids) == (0, 20)
+    assert (manager.allocators[2].num_total_blocks, manager.allocators[3].num_total_blocks) == (0, 20)
 
 
 def check_a_row_is_released_once(manager: Any) -> None:
@@ -951,3 +938,64 @@ def test_a_layer_s_state_is_reset_alone(device: str) -> None:
     assert pools[1].main_scores[rows].eq(2).all()
     assert pools[1].positions[3].eq(-1).all()
     assert pools[1].main_scores[3].eq(-torch.inf).all()
+
+
+# --- allocators, rows that run, and rows that are clean
+
+
+def test_allocators_acquire_and_release_as_block_allocators(device: str) -> None:
+    manager = manager_of(device)
+    row = manager.admit_request()
+    first = manager.allocate_block(2, row)
+    blocks = manager.allocators[2].acquire(3)
+    assert (blocks.dtype, blocks.device.type, blocks.tolist()) == (torch.int32, device, [2, 3, 4])
+    assert manager.allocators[2].num_free == manager.allocators[5].num_free == 12 - 4
+    assert (manager.allocators[2].num_total_blocks, manager.allocators[2].device) == (12, manager.device)
+    manager.check()
+    with pytest.raises(CapacityError) as error:
+        manager.allocators[2].acquire(9)
+    assert (error.value.wanted, error.value.free, error.value.total) == (9, 8, 12)
+    assert manager.allocate_block(2, row) == 5  # nobody's but the request's
+    for bad in ([first], [2, first], [7], [2, 2], [0], [13]):
+        with pytest.raises(IdError, match="ids"):
+            manager.allocators[5].release(bad)
+    assert manager.allocators[2].num_free == 7
+    manager.release_request(row)
+    manager.check()
+    manager.allocators[5].release(blocks)
+    assert manager.allocators[2].num_free == 12
+    with pytest.raises(IdError):
+        manager.allocators[2].release(blocks)
+    manager.check()
+
+
+def test_request_slot_map_marks_the_rows_that_run(device: str) -> None:
+    manager = manager_of(device)
+    slots = manager.request_slot_map
+    assert (slots.dtype, slots.device, slots.shape) == (torch.int32, manager.device, (5,))
+    assert slots.tolist() == [0, 0, 0, 0, 0]
+    one, two = manager.admit_request(), manager.admit_request()
+    assert slots.tolist() == [0, 1, 1, 0, 0]
+    manager.release_request(one)
+    assert slots.tolist() == [0, 0, 1, 0, 0]
+    manager.release_request(two)
+    assert (manager.request_slot_map is slots, slots.tolist()) == (True, [0, 0, 0, 0, 0])
+
+
+def test_a_row_is_clean_at_admission_whatever_a_stale_handle_wrote(device: str) -> None:
+    fresh = manager_of(device)
+    fresh.admit_request()
+    wanted = observe(fresh)
+    manager = manager_of(device)
+    row = manager.admit_request()
+    tokens = [torch.tensor(ids, dtype=torch.int32, device=manager.device) for ids in ([row], [0, 1], [0, 0])]
+    stale = manager.acquire(2, *tokens)
+    manager.release_request(row)
+    stale.write_swa(torch.ones(2, 16, device=manager.device))
+    stale.compress(
+        *(torch.ones(2, stale.state.main_values.shape[2], device=manager.device) for _ in range(2))
+    )
+    assert stale.state.positions[row].tolist()[:2] == [0, 1]
+    assert manager.admit_request() == row
+    assert observe(manager) == wanted
+    manager.check()

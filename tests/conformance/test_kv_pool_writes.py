@@ -16,12 +16,10 @@ from conformance.builders import (
     rows_like,
     same,
 )
-from pagoda import (
-    ArgumentError,
-    KVPool,
-    UsageError,
-    kernels,
-)
+from pagoda import UsageError
+from pagoda.compat import KVPool
+from pagoda.errors import ArgumentError
+from pagoda.kernels import _dispatch
 
 WRITE_PATHS = ["dispatched"] if torch.cuda.is_available() else ["dispatched", "interpreted"]
 
@@ -30,8 +28,8 @@ WRITE_PATHS = ["dispatched"] if torch.cuda.is_available() else ["dispatched", "i
 def written_on(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A device to write on; without a GPU also the kernel that serves CUDA, interpreted."""
     if request.param == "interpreted":
-        fused = pytest.importorskip("pagoda.kernels.fused")
-        monkeypatch.setattr(kernels, "_for", lambda tensor: fused)
+        pytest.importorskip("triton")
+        monkeypatch.setattr(_dispatch, "pick", lambda fused, reference, device: _dispatch._imported(fused))
     return device
 
 

@@ -19,20 +19,16 @@ from conformance.prefixes import (
     slots_of,
     tokens_of,
 )
-from pagoda import (
+from pagoda import CapacityError, ConfigError, UsageError
+from pagoda.compat import CacheManager, RadixCacheHandle, RadixCacheManager, Request
+from pagoda.errors import (
     AlreadyHeldError,
     ArgumentError,
-    CacheManager,
-    CapacityError,
-    ConfigError,
     DoubleFreeError,
     InvariantError,
     NotHeldError,
     OutOfRangeError,
-    RadixCacheManager,
-    Request,
     StaleError,
-    UsageError,
 )
 
 
@@ -489,3 +485,65 @@ def test_check_finds_a_page_that_is_free_and_in_the_tree(cache: CacheManager) ->
     with pytest.raises(InvariantError) as error:
         cache.check()
     assert error.value.number == 13
+
+
+# --- handles made by hand
+
+
+def test_the_worked_example_as_it_is_written(device: str) -> None:
+    """Every request has a handle; that of the first, which matched nothing, is the root's."""
+    cache = CacheManager(device, 250)
+    manager = cache.manager
+    first = [1, 3, 6, 7, 9, 77]
+    root = RadixCacheHandle(0, manager.root_node)
+    cache.lock(root)
+    indices = cache.allocate(6)
+    assert cache.available_size == 244
+    cache.free_and_cache_finished_req(root, first, indices)
+    assert cache.available_size == 250
+    cache.unlock(root)
+    second = [1, 3, 6, 7, 87, 66]
+    handle, indices = cache.match_req(Request(1, second, 1, 0, 1))
+    cache.lock(handle)
+    cache.free_and_cache_finished_req(handle, second, torch.cat([indices, cache.allocate(2)]))
+    (stem,) = manager.root_node.children
+    assert [node.tokens.tolist() for node in (stem, *stem.children)] == [[1, 3, 6, 7], [9, 77], [87, 66]]
+    assert (cache.available_size, manager.size_info.protected_size) == (250, 0)
+    cache.check()
+
+
+def test_a_handle_of_a_node_is_as_good_as_a_match(cache: CacheManager) -> None:
+    size = cache.page_size
+    run(cache, tokens_of([1, 2, 3], size))
+    handle = RadixCacheHandle(3 * size, cache.manager.root_node.children[0])
+    with pytest.raises(NotHeldError):
+        cache.unlock(handle)
+    cache.lock(handle)
+    assert cache.manager.size_info == (0, 3 * size)
+    tokens = tokens_of([1, 2, 3, 4], size)
+    indices = [*slots_of([1, 2, 3], size), *cache.allocate(size).tolist()]
+    cache.free_and_cache_finished_req(handle, tokens, indices)
+    assert cache.manager.size_info == (4 * size, 0)
+    cache.check()
+    evict(cache.manager, 3)
+    with pytest.raises(StaleError):
+        cache.lock(handle)
+
+
+def test_a_handle_made_by_hand_fits_its_node_and_its_manager(cache: CacheManager) -> None:
+    size = cache.page_size
+    run(cache, tokens_of([1, 2], size))
+    root = cache.manager.root_node
+    for length, node in ((1, root), (0, root.children[0]), (size, root.children[0])):
+        with pytest.raises(ArgumentError, match="cached_len"):
+            RadixCacheHandle(length, node)
+    with pytest.raises(ArgumentError, match="node"):
+        RadixCacheHandle(0, 7)  # type: ignore[arg-type]
+    other = CacheManager(cache.device, NUM_PAGES, size)
+    run(other, tokens_of([1, 2], size))
+    for handle in (RadixCacheHandle(0, root), RadixCacheHandle(2 * size, root.children[0])):
+        with pytest.raises(ArgumentError, match="handle"):
+            other.lock(handle)
+        with pytest.raises(ArgumentError, match="old_handle"):
+            other.free_and_cache_finished_req(handle, tokens_of([7], size), slots_of([3], size))
+    other.check()

@@ -1,5 +1,6 @@
 """contracts/radix.md: `root_node`, and the picture of it."""
 
+import doctest
 import inspect
 import io
 import sys
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from conformance.prefixes import PAGE_SIZES, insert, match
-from pagoda import ArgumentError, RadixCacheManager, format_radix_tree, print_radix_tree
+from pagoda.compat import RadixCacheManager, format_radix_tree, print_radix_tree
+from pagoda.errors import ArgumentError
 
 
 @pytest.fixture
@@ -296,3 +298,11 @@ def test_slots_of_pages_are_consecutive(device: str, page_size: int) -> None:
     wanted = [*range(7 * page_size, 8 * page_size), *range(3 * page_size, 4 * page_size)]
     assert node.slots.tolist() == wanted
     assert match(manager, [1, 2])[1] == [7, 3]
+
+
+def test_the_docstring_shows_what_is_printed() -> None:
+    (example,) = doctest.DocTestFinder(recurse=False).find(
+        print_radix_tree, globs={"RadixCacheManager": RadixCacheManager, "print_radix_tree": print_radix_tree}
+    )
+    results = doctest.DocTestRunner().run(example)
+    assert (results.failed, results.attempted) == (0, 4)

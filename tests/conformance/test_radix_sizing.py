@@ -1,20 +1,22 @@
 """contracts/radix.md: sizing, the page table, and where two tensors part."""
 
 import inspect
+import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pagoda import (
-    ArgumentError,
-    ConfigError,
+from pagoda import ConfigError
+from pagoda.compat import (
     create_page_table,
     find_first_diff_pos,
     get_mha_cache_per_page,
     get_num_pages_for_kv_cache,
 )
+from pagoda.errors import ArgumentError
 
 
 @pytest.mark.parametrize(
@@ -57,24 +59,68 @@ def test_only_whole_pages_fit() -> None:
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, None, "8"], ids=str)
-@pytest.mark.parametrize(
-    "name", ["head_dim", "num_kv_heads", "num_layers", "page_size", "tp_size", "dtype_size"]
-)
+@pytest.mark.parametrize("name", ["head_dim", "num_kv_heads", "num_layers", "page_size", "tp_size"])
 def test_sizes_that_are_none_are_refused_by_name(name: str, bad: Any) -> None:
     arguments = {"head_dim": 8, "num_kv_heads": 8, "num_layers": 1, name: bad}
     with pytest.raises(ConfigError, match=name):
         get_mha_cache_per_page(**arguments)
 
 
-@pytest.mark.parametrize(("num_kv_heads", "tp_size"), [(8, 3), (2, 4)])
+@pytest.mark.parametrize(("num_kv_heads", "tp_size"), [(1, 2), (1, 8), (2, 4), (8, 8), (8, 16)])
+def test_ranks_that_outnumber_the_heads_hold_one_each(num_kv_heads: int, tp_size: int) -> None:
+    assert get_mha_cache_per_page(128, num_kv_heads, 1, tp_size=tp_size) == 2 * 128 * 2
+
+
+@pytest.mark.parametrize("half", [0.5, Fraction(1, 2), np.float32(0.5)])
+def test_values_of_half_a_byte(half: Any) -> None:
+    whole = get_mha_cache_per_page(128, 8, 32, page_size=16, dtype_size=half)
+    assert (whole, type(whole)) == (128 * 8 * 32 * 16, int)
+    assert get_mha_cache_per_page(3, 1, 1, dtype_size=Fraction(1, 4)) == 2  # 1.5, a whole byte of them
+
+
+def test_sizes_are_exact_however_large() -> None:
+    odd = 2**53 + 1  # no float
+    assert get_mha_cache_per_page(odd, 1, 1, dtype_size=0.5) == odd
+    assert get_num_pages_for_kv_cache(odd, 1) == odd
+    assert get_num_pages_for_kv_cache(0.3, 0.1) == int(Fraction(0.3) / Fraction(0.1))
+
+
+@pytest.mark.parametrize("memory", [4e9, np.float64(4e9), Fraction(4 * 10**9), 4_000_000_000.75])
+def test_memory_may_be_a_float(memory: Any) -> None:
+    pages = get_num_pages_for_kv_cache(memory, 8_192)
+    assert (pages, type(pages)) == (488_281, int)
+    assert get_num_pages_for_kv_cache(memory, 8_192.0) == 488_281
+
+
+@pytest.mark.parametrize(("num_kv_heads", "tp_size"), [(8, 3), (3, 4)])
 def test_a_rank_holds_whole_heads(num_kv_heads: int, tp_size: int) -> None:
     with pytest.raises(ConfigError, match="tp_size"):
         get_mha_cache_per_page(128, num_kv_heads, 1, tp_size=tp_size)
 
 
-@pytest.mark.parametrize(("memory", "per_page"), [(-1, 8), (1.5, 8), (8, 0), (8, -1), (8, None), ("8", 8)])
-def test_memory_that_is_none_is_refused(memory: Any, per_page: Any) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize("bad", [0, -1, -0.5, math.nan, math.inf, None, "2", True], ids=str)
+def test_a_size_of_values_that_is_none_is_refused(bad: Any) -> None:
+    with pytest.raises(ConfigError, match="dtype_size"):
+        get_mha_cache_per_page(8, 8, 1, dtype_size=bad)
+
+
+@pytest.mark.parametrize(
+    ("memory", "per_page", "name"),
+    [
+        (-1, 8, "available_memory"),
+        (-0.5, 8, "available_memory"),
+        (math.nan, 8, "available_memory"),
+        (math.inf, 8, "available_memory"),
+        ("8", 8, "available_memory"),
+        (True, 8, "available_memory"),
+        (8, 0, "cache_per_page"),
+        (8, -1, "cache_per_page"),
+        (8, None, "cache_per_page"),
+        (8, True, "cache_per_page"),
+    ],
+)
+def test_memory_that_is_none_is_refused(memory: Any, per_page: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
         get_num_pages_for_kv_cache(memory, per_page)
 
 

@@ -17,7 +17,7 @@ from unit.batch_model import Pages, Row, model
 from unit.deltas import delta_of
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
-    batch_fused = pytest.importorskip("pagoda.kernels.batch_fused", reason="needs triton")
+    batch_fused = pytest.importorskip("pagoda.kernels._batch_fused", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(

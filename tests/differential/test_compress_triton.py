@@ -10,12 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagoda.kernels import compress_reference
+from pagoda.kernels import _compress_reference as compress_reference
 from pagoda.kernels.entries import Tokens
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
-    compress_fused = pytest.importorskip("pagoda.kernels.compress_fused", reason="needs triton")
-    entries_fused = pytest.importorskip("pagoda.kernels.entries_fused", reason="needs triton")
+    compress_fused = pytest.importorskip("pagoda.kernels._compress_fused", reason="needs triton")
+    from pagoda.kernels import _tokens_fused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(
@@ -34,9 +34,8 @@ SIZES = {"small batches": (2048, 2, 16), "large batches": (0, 0, 8)}
 def sizes(request: pytest.FixtureRequest) -> Iterator[None]:
     few, runs, numbers = request.param
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compress_fused, "FEW_TOKENS", few)
-        patch.setattr(entries_fused, "FEW_TOKENS", few)
-        patch.setattr(entries_fused, "_LONG_RUNS", runs)
+        patch.setattr(_tokens_fused, "_FEW_TOKENS", few)
+        patch.setattr(_tokens_fused, "_LONG_RUNS", runs)
         for name in ("_FEW_NUMBERS", "_MANY_NUMBERS", "_LONG_NUMBERS"):
             patch.setattr(compress_fused, name, numbers)
         patch.setattr(compress_fused, "_PUSH_BLOCK", 4)

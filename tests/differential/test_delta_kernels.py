@@ -9,10 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagoda.kernels import Regions, reference
+from pagoda.kernels import Regions
+from pagoda.kernels import _reference as reference
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
-    fused = pytest.importorskip("pagoda.kernels.fused", reason="needs triton")
+    fused = pytest.importorskip("pagoda.kernels._fused", reason="needs triton")
+    from pagoda.kernels import _pages_fused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(
@@ -51,7 +53,7 @@ def test_copies_of_pages_agree(data: st.DataObject):
     offset = data.draw(st.integers(0, 1))  # as a part of a delta, ids are aligned to nothing
     ids = torch.tensor([0] * offset + source + target, dtype=dtype)
     n = len(source)
-    for kernels, device in ((fused, DEVICE), (reference, "cpu")):
+    for kernels, device in ((_pages_fused, DEVICE), (reference, "cpu")):
         mine, there = [buffer.to(device, copy=True) for buffer in buffers], ids.to(device)
         addresses = torch.tensor([buffer.data_ptr() for buffer in mine], device=device)
         kernels.copy_pages(there[offset : offset + n], there[offset + n :], mine, addresses)
@@ -98,7 +100,7 @@ def test_two_entries_are_set_and_nothing_else(offset: int, size: int, value: int
     expected[offset + at], expected[offset + other_at] = value, -7
     for kernels, device in ((fused, DEVICE), (reference, "cpu")):
         whole = torch.arange(len(expected), dtype=torch.int32, device=device)
-        kernels.set_entries(whole[offset:], at, value, other_at, -7)
+        kernels.set_table(whole[offset:], at, value, other_at, -7)
         assert whole.tolist() == expected, kernels.__name__
 
 

@@ -10,12 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from differential.entry_layouts import ENTRIES
-from pagoda.kernels import entries_reference
+from pagoda.kernels import _entries_reference as entries_reference
+from pagoda.kernels._entries_reference import decode, encode
 from pagoda.kernels.entries import Codec, Ring, Tokens
-from pagoda.kernels.entries_reference import decode, encode
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
-    entries_fused = pytest.importorskip("pagoda.kernels.entries_fused", reason="needs triton")
+    entries_fused = pytest.importorskip("pagoda.kernels._entries_fused", reason="needs triton")
+    from pagoda.kernels import _tokens_fused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(
@@ -27,7 +28,7 @@ CASES = settings(
 SIZES: dict[str, dict[str, int]] = {
     "small batches": {},
     "large batches": {
-        "FEW_TOKENS": 0,
+        "_FEW_TOKENS": 0,
         "_LONG_RUNS": 0,
         "_SCAN": 4,
         "_PROGRAM_NUMBERS": 1024,
@@ -42,7 +43,7 @@ SIZES: dict[str, dict[str, int]] = {
 def sizes(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, size in request.param.items():
-            patch.setattr(entries_fused, name, size)
+            patch.setattr(entries_fused if hasattr(entries_fused, name) else _tokens_fused, name, size)
         yield
 
 

@@ -10,10 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagoda.kernels import reference
+from pagoda.kernels import _reference as reference
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
-    fused = pytest.importorskip("pagoda.kernels.fused", reason="needs triton")
+    pytest.importorskip("triton", reason="needs triton")
+    from pagoda.kernels import _pages_fused, _store_fused
 
 # The interpreter computes with numpy, which warns of the NaN and infinity that some cases are made of.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -41,7 +42,7 @@ def judge(
 ) -> None:
     """Store with both into copies of the pools and compare every bit of them."""
     mine, theirs = [pool.clone().to(DEVICE) for pool in pools], [pool.clone() for pool in pools]
-    fused.store(slots.to(DEVICE), k, v, mine[0], None if v is None else mine[1], *scales)
+    _store_fused.store(slots.to(DEVICE), k, v, mine[0], None if v is None else mine[1], *scales)
     v_host = None if v is None else v.cpu()
     reference.store(slots, k.cpu(), v_host, theirs[0], None if v is None else theirs[1], *scales)
     for a, b in zip(mine, theirs, strict=True):
@@ -137,6 +138,17 @@ def test_division_by_the_scale_rounds_alike(dtype: torch.dtype, scale: float):
     judge(torch.arange(256), rows, None, [pool], scale, scale)
 
 
+@pytest.mark.parametrize("dtype", FP8)
+def test_infinity_saturates_alone(dtype: torch.dtype):
+    rows = torch.tensor([[1.0, torch.inf, -2.0, -torch.inf, torch.nan, 0.5]])
+    pool = torch.zeros(2, 1, 6).to(dtype).to(DEVICE)
+    _store_fused.store(torch.tensor([1]).to(DEVICE), rows.to(DEVICE), None, pool, None, 0.5, 1.0)
+    top = torch.finfo(dtype).max
+    expected = torch.tensor([2.0, top, -4.0, -top, torch.nan, 1.0])
+    torch.testing.assert_close(pool[1, 0].float().cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    judge(torch.tensor([1]), rows.to(DEVICE), None, [torch.zeros(2, 1, 6).to(dtype)], 0.5, 1.0)
+
+
 def test_rows_wider_than_a_block_and_no_power_of_two():
     random = torch.Generator().manual_seed(0)
     for width in (1, 17, 576, 2047, 2048, 2049, 5000):
@@ -173,7 +185,7 @@ def test_pack_and_unpack_agree(data: st.DataObject):
     for name in ("pack", "unpack"):
         ours_packed, their_packed = packed.to(DEVICE).clone(), packed.clone()
         ours, plain = (p[offset:].view(len(page_ids), record) for p in (ours_packed, their_packed))
-        getattr(fused, name)(page_ids.to(DEVICE), mine, addresses, ours)
+        getattr(_pages_fused, name)(page_ids.to(DEVICE), mine, addresses, ours)
         getattr(reference, name)(page_ids, theirs, addresses, plain)
         assert torch.equal(ours_packed.cpu(), their_packed)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(mine, theirs, strict=True))

@@ -229,7 +229,7 @@ def test_any_number_of_groups_is_two_launches(num_groups: int):
 
 def test_batches_of_any_size_share_one_kernel_per_set_of_constants():
     """`Launch` looks a kernel up once: an argument that made a variant would get what another compiled."""
-    from pagoda.kernels import batch_fused
+    from pagoda.kernels import _batch_fused as batch_fused
 
     launches = (batch_fused._launch_count, batch_fused._launch_fill)
     kernels: dict[tuple[int, ...], list[object]] = {}  # by launch, device and constants

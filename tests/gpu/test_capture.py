@@ -8,8 +8,8 @@ import torch
 
 from pagoda import compat
 from pagoda.errors import CaptureError
-from pagoda.kernels import fused
-from pagoda.pools import DeviceTable, Staging, StatePart, StatePool, TokenPool
+from pagoda.kernels import _pages_fused, _store_fused
+from pagoda.pools import DeviceTable, Staging, StateSpec, StatePool, TokenPool
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +50,7 @@ def test_a_call_of_any_size_compiles_for_captures_of_any_other():
     def variants() -> int:
         return sum(
             len(caches[0])
-            for kernel in (fused._store, fused._move_pages)
+            for kernel in (_store_fused._store, _pages_fused._move_pages)
             for caches in kernel.device_caches.values()
         )
 
@@ -87,7 +87,7 @@ def test_pack_and_unpack_are_captured_with_ids_changed_in_place():
 
 
 def test_states_are_reset_and_copied_in_a_graph():
-    pool = StatePool(4, 2, {"s": StatePart((3,), torch.float32)}, "cuda")
+    pool = StatePool(4, 2, {"s": StateSpec((3,), torch.float32)}, "cuda")
     source, target, gone = (torch.tensor([row], device="cuda") for row in (1, 2, 3))
     pool.copy(source, target)
     graph = torch.cuda.CUDAGraph()
@@ -105,7 +105,7 @@ def test_states_are_reset_and_copied_in_a_graph():
 
 def test_what_makes_a_device_tensor_raises_in_a_capture_and_changes_nothing():
     pool, table, staging = pool_of(), DeviceTable(4, 4, "cuda"), Staging("cuda")
-    states = StatePool(4, 2, {"s": StatePart((3,), torch.float32)}, "cuda")
+    states = StatePool(4, 2, {"s": StateSpec((3,), torch.float32)}, "cuda")
     slots, blocks = compat.TokenToKVPoolAllocator(64, page_size=4), compat.BlockAllocator(8)
     rows = compat.ReqToTokenPool(4, 8)
     held = slots.alloc(8)

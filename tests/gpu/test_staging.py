@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagoda.pools import Staging
-from pagoda.pools import staging as module
+from pagoda.pools import _staging as module
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ from bench.measure import no_waiting
 from pagoda import compat
 from pagoda.layout import FullAttention, Layout
 from pagoda.manager import Manager
-from pagoda.pools import DeviceTable, Pools, StatePart, StatePool, TokenPool
+from pagoda.pools import DeviceTable, Pools, StateSpec, StatePool, TokenPool
 
 pytestmark = pytest.mark.gpu
 
@@ -100,7 +100,7 @@ def test_stores_and_packs():
 
 
 def test_states():
-    states = StatePool(8, 2, {"s": StatePart((3,), torch.float32)})
+    states = StatePool(8, 2, {"s": StateSpec((3,), torch.float32)})
     gdn, rows = compat.GDNPool(4, 2, 2, 4, 6, 20, 4, max_track_slots=2), torch.tensor([1, 2], device="cuda")
     with no_waiting():
         states.reset([1, 2])

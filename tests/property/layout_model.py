@@ -1,9 +1,10 @@
 """Pages of one request as sets of positions, the plain model of groups; and shares found by trying all.
 
-Nothing here is clever: which positions a query reads is a set, a page is freed when no later query reads
-anything of it, peaks are found by trying every place at which a step can begin.
+Nothing here is clever: which positions a query reads is a set, a page is freed when the step after which
+nobody reads anything of it has finished, peaks are found by trying every place at which a step can begin.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,6 +19,7 @@ class Reading:
     page_tokens: int
     window: int | None = None
     sinks: int = 0
+    resume_step: int = 1
 
     def read_by(self, query: int) -> set[int]:
         """The positions that the query at this position reads, its own included."""
@@ -40,53 +42,72 @@ class Reading:
         pages = self.pages_of(self.needed(length))
         return pages | {length // self.page_tokens} if length % self.page_tokens else pages
 
-    def held(self, length: int, step: int) -> set[int]:
-        """Pages during the step that stores positions `length` to `length + step`."""
-        return self.live(length) | self.pages_of(set(range(length, length + step)))
+    @cache  # noqa: B019
+    def given_up(self, committed: int) -> frozenset[int]:
+        """Pages that nobody reads who goes on behind `committed` tokens or resumes at the last place before.
+
+        Sinks aside, a window is given up a whole `resume_step` at a time."""
+        whole = committed // self.resume_step * self.resume_step
+        needed = self.needed(whole)
+        sinks = {p for p in range(whole) if p < self.sinks}
+        steps = {p // self.resume_step for p in needed - sinks}
+        # A sink that the window reaches too counts as the window's.
+        steps |= {p // self.resume_step for p in needed & sinks if self.window and whole - p < self.window}
+        kept = {p for p in range(whole) if p // self.resume_step in steps} | sinks
+        return frozenset(self.pages_of(set(range(whole))) - self.pages_of(kept))
 
 
 class Request:
-    """A request that grows: pages are taken as tokens come and freed before the next step."""
+    """A request that grows: pages are taken as tokens come, given up when tokens are committed, and freed
+    when the last step that was taken before has finished."""
 
-    def __init__(self, reading: Reading) -> None:
-        self.reading, self.length = reading, 0
-        self.pages: dict[int, set[int]] = {}
-
-    def free_unread(self) -> None:
-        needed = self.reading.needed(self.length)
-        size = self.reading.page_tokens
-        self.pages = {page: held for page, held in self.pages.items() if held & needed or len(held) < size}
+    def __init__(self, reading: Reading, in_flight: int) -> None:
+        self.reading, self.in_flight = reading, in_flight
+        self.length = self.committed = 0
+        self.pages: set[int] = set()
+        self.steps: deque[int] = deque()  # tokens of those in flight
+        self.waiting: deque[frozenset[int]] = deque()  # given up behind each of them
 
     def store(self, num_tokens: int) -> int:
         """Store so many tokens in one step; how many pages are held meanwhile."""
-        self.free_unread()
-        for _ in range(num_tokens):
-            self.pages.setdefault(self.length // self.reading.page_tokens, set()).add(self.length)
-            self.length += 1
-        return len(self.pages)
+        self.pages |= self.reading.pages_of(set(range(self.length, self.length + num_tokens)))
+        self.length += num_tokens
+        most = len(self.pages)
+        self.steps.append(num_tokens)
+        self.waiting.append(frozenset())
+        if len(self.steps) > self.in_flight:
+            self.committed += self.steps.popleft()
+            self.waiting[-1] = self.reading.given_up(self.committed)
+            self.pages -= self.waiting.popleft()
+        return most
 
 
 @cache
-def peak(reading: Reading, length: int, step: int) -> int:
-    """The most pages during any step of at most `step` tokens, wherever it begins, up to `length`."""
-    steps = [(start, size) for start in range(length) for size in range(1, min(step, length - start) + 1)]
-    return max((len(reading.held(start, size)) for start, size in steps), default=0)
+def peak(reading: Reading, length: int, lag: int) -> int:
+    """The most pages while it grows to `length`, if it holds at most `lag` tokens more than were committed
+    when it gave up pages."""
+    held = (
+        reading.pages_of(set(range(end))) - reading.given_up(max(0, end - lag)) for end in range(length + 1)
+    )
+    return max(map(len, held))
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What one group is asked for: units of an average request, of the longest, and once for all."""
+    """What one group is asked for, in several ways each of which is enough: units of an average request, of
+    the longest, and once for all."""
 
     unit_bytes: int
-    mean: Fraction
-    longest: int
-    once: int
+    ways: tuple[tuple[Fraction, int, int], ...]
 
     def requests(self, units: int) -> Fraction | None:
         """Average requests that so many units serve, or None if the longest does not fit."""
-        if units < self.longest + self.once:
-            return None
-        return (units - self.once) / self.mean
+        served = [(units - once) / mean for mean, longest, once in self.ways if units >= longest + once]
+        return max(served, default=None)
+
+    def units(self, requests: int) -> int:
+        """Units for so many of the longest."""
+        return min(requests * longest + once for _, longest, once in self.ways)
 
 
 def best_requests(wishes: Sequence[Wish], memory_bytes: int) -> Fraction | None:

@@ -20,17 +20,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from conformance.hybrid_models import LAYERS, SCHEDULE, exact, observe, parts_of
-from pagoda import (
-    ArgumentError,
-    CapacityError,
-    DSV4Config,
-    KVCacheManager,
-    NotHeldError,
-    OutOfRangeError,
-    UsageError,
-    kernels,
-)
+from conformance.hybrid_models import LAYERS, SCHEDULE, exact, free_lists, observe, parts_of
+from pagoda import CapacityError, UsageError, kernels
+from pagoda.compat import DSV4Config, KVCacheManager
+from pagoda.errors import ArgumentError, NotHeldError, OutOfRangeError
 from property.test_reentrancy import sweep
 
 SETTINGS = settings(
@@ -159,7 +152,7 @@ class Hybrid(RuleBasedStateMachine):
         is_new = self.taken[row][layer] == len(held)
         if not is_new or len(held) == MAX_BLOCKS or not self.free_blocks(name):
             return
-        write, failed = kernels.set_entries, []
+        write, failed = kernels.set_table, []
 
         def fail(*args: Any) -> None:
             if failed:
@@ -170,7 +163,7 @@ class Hybrid(RuleBasedStateMachine):
             raise KeyboardInterrupt
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels, "set_entries", fail)
+            patch.setattr(kernels, "set_table", fail)
             self.fails(KeyboardInterrupt, lambda: self.manager.allocate_block(layer, row))
         assert failed
 
@@ -211,7 +204,7 @@ class Hybrid(RuleBasedStateMachine):
     def ids_are_conserved(self) -> None:
         for name, layers in GROUPS.items():
             for layer in layers:
-                ids = self.manager.allocators[layer]
+                ids = free_lists(self.manager)[layer]
                 free = [block for block in range(1, ids.num_ids + 1) if ids.is_free(block)]
                 assert free == self.free_blocks(name)
                 assert ids.num_held == sum(len(blocks[name]) for blocks in self.blocks.values())
@@ -243,11 +236,10 @@ def test_rows_and_blocks(device: str) -> None:
 
 
 class LeavesStates(KVCacheManager):
-    def release_request(self, slot: int) -> None:
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         tables = [row for group in self._groups for row in group.rows()]
-        regions, self._regions = self._regions, kernels.Regions.of(tables, self.device)
-        super().release_request(slot)
-        self._regions = regions
+        self._release = self._admission = kernels.Regions.of(tables, self.device)
 
 
 class LeavesTables(KVCacheManager):
@@ -263,7 +255,7 @@ class LeaksWhenFull(KVCacheManager):
         try:
             return super().allocate_block(layer_idx, request_slot)
         except CapacityError:
-            for ids in self.allocators.values():
+            for ids in free_lists(self).values():
                 if ids is not None and ids.num_free:
                     ids.alloc(1)
             raise
@@ -337,6 +329,6 @@ def test_a_finalizer_may_call_what_is_being_called(device: str) -> None:
 
     assert sweep(live) > 20
     manager.check()
-    assert all(ids is None or ids.num_held == 0 for ids in manager.allocators.values())
+    assert all(ids is None or ids.num_held == 0 for ids in free_lists(manager).values())
     assert all(table is None or table.unique().tolist() == [-1] for table in manager.block_tables.values())
     assert all(lens is None or lens.unique().tolist() == [0] for lens in manager.block_lens.values())

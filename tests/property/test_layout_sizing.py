@@ -1,6 +1,9 @@
 """Groups against pages that are sets of positions; sizing against trying every division of the memory."""
 
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
+from itertools import combinations_with_replacement, count, product
 from typing import Any
 
 import pytest
@@ -28,23 +31,39 @@ FEW = settings(max_examples=60, deadline=None)
 
 
 def reading_of(group: PagedGroup) -> Reading:
-    return Reading(group.page_tokens, group.pages.window, group.pages.sink_tokens)
+    return Reading(group.page_tokens, group.storage.window, group.storage.sink_tokens, group.resume_step)
 
 
-def window_group(window: int, sinks: int, page_tokens: int) -> PagedGroup:
-    kind = WindowAttention(kv_heads=1, k_dim=2, v_dim=3, dtype="fp8", window=window, sink_tokens=sinks)
-    return Layout([kind], page_tokens).paged_groups[0]
+FULL = FullAttention(kv_heads=1, k_dim=2, v_dim=3, dtype="fp8")
+
+
+def window_kind(window: int, sinks: int = 0) -> WindowAttention:
+    return WindowAttention(kv_heads=1, k_dim=2, v_dim=3, dtype="fp8", window=window, sink_tokens=sinks)
+
+
+def window_group(window: int, sinks: int, page_tokens: int, full_tokens: int = 1) -> PagedGroup:
+    """A window beside full attention with pages of `full_tokens`."""
+    return Layout(
+        [window_kind(window, sinks), FULL], {"window": page_tokens, "full": full_tokens}
+    ).paged_groups[0]
 
 
 def full_group(page_tokens: int) -> PagedGroup:
-    return Layout([FullAttention(kv_heads=1, k_dim=2, v_dim=3, dtype="fp8")], page_tokens).paged_groups[0]
+    return Layout([FULL], page_tokens).paged_groups[0]
 
 
 page_sizes = st.integers(1, 9)
 groups = st.one_of(
     st.builds(full_group, page_sizes),
-    st.builds(window_group, st.integers(1, 20), st.integers(0, 12), page_sizes),
+    st.builds(
+        window_group,
+        st.integers(1, 20),
+        st.integers(0, 12),
+        page_sizes,
+        st.sampled_from([1, 2, 3, 4, 8, 12]),
+    ),
 )
+depths = st.integers(0, 3)
 lengths = st.integers(0, 80)
 
 
@@ -60,38 +79,44 @@ class TestPages:
         assert len(set(live)) == len(live), "a page counted twice"
         assert live == sorted(live)
         assert set(live) == reading_of(group).live(length)
-        assert group.num_pages(length) == len(live)
 
     @RUNS
-    @given(group=groups, steps=st.lists(st.integers(1, 12), min_size=1, max_size=12))
+    @given(group=groups, steps=st.lists(st.integers(1, 12), min_size=1, max_size=12), in_flight=depths)
     def test_a_growing_request_never_holds_more_than_its_peak(
-        self, group: PagedGroup, steps: list[int]
+        self, group: PagedGroup, steps: list[int], in_flight: int
     ) -> None:
-        request, most = Request(reading_of(group)), 0
-        for step in steps:
-            most = max(most, request.store(step))
-            request.free_unread()
-            assert set(request.pages) == set(pages_in(group.live_pages(request.length)))
-        assert most <= group.peak_units(request.length, max(steps))
-        assert group.num_pages(request.length) <= group.peak_units(request.length, max(steps))
+        request = Request(reading_of(group), in_flight)
+        most = max(request.store(step) for step in steps)
+        assert most <= group.peak_units(request.length, max(steps), in_flight)
 
     @RUNS
-    @given(group=groups, length=lengths, step=st.integers(1, 12))
+    @given(group=groups, length=lengths, step=st.integers(1, 6), in_flight=depths)
     def test_the_peak_is_reached_by_a_step_that_begins_at_the_worst_place(
-        self, group: PagedGroup, length: int, step: int
+        self, group: PagedGroup, length: int, step: int, in_flight: int
     ) -> None:
         # Steps of at most `step` tokens that may begin at any length below: for these the bound is exact.
-        assert group.peak_units(length, step) == peak(reading_of(group), length, step)
+        lag = step * (2 * in_flight + 1)
+        expected = peak(reading_of(group), length, lag)
+        assert group.peak_pages(length, lag) == group.peak_units(length, step, in_flight) == expected
 
+    @pytest.mark.parametrize("full_tokens", [1, 4, 6])
     @pytest.mark.parametrize("page_tokens", [1, 2, 3, 4])
-    def test_the_peak_is_exact_for_every_small_window(self, page_tokens: int) -> None:
-        for window in range(1, 8):
-            for sinks in range(5):
-                group = window_group(window, sinks, page_tokens)
-                for step in (1, 2, 3, 5):
-                    for length in (0, 1, 2, 5, 8, 13, 21, 30):
-                        expected = peak(reading_of(group), length, step)
-                        assert group.peak_units(length, step) == expected, (window, sinks, step, length)
+    def test_the_peak_is_exact_for_every_small_window(self, page_tokens: int, full_tokens: int) -> None:
+        for window, sinks in product(range(1, 8), (0, 1, 4)):
+            group = window_group(window, sinks, page_tokens, full_tokens)
+            for lag, length in product((1, 2, 3, 5, 9), (0, 1, 2, 5, 8, 13, 21, 30)):
+                expected = peak(reading_of(group), length, lag)
+                assert group.peak_pages(length, lag) == expected, (window, sinks, lag, length)
+
+    @pytest.mark.parametrize(("window", "page_tokens", "full_tokens"), [(5, 2, 1), (4, 2, 6), (9, 3, 3)])
+    @pytest.mark.parametrize("in_flight", [0, 1, 2, 3])
+    def test_a_request_of_one_token_per_step_reaches_its_peak(
+        self, window: int, page_tokens: int, full_tokens: int, in_flight: int
+    ) -> None:
+        group = window_group(window, 0, page_tokens, full_tokens)
+        request = Request(reading_of(group), in_flight)
+        most = max(request.store(1) for _ in range(60))
+        assert most == group.peak_units(60, 1, in_flight)
 
     @RUNS
     @given(group=groups, length=lengths)
@@ -110,7 +135,7 @@ class TestPages:
         group = Layout([kind], 16).paged_groups[0]
         whole = {position // ratio for position in range(length) if (position + 1) % ratio == 0}
         assert group.layer_bytes(group.layers[0], length) == {"compressed": 5 * len(whole)}
-        assert group.num_pages(length) == len({position // 16 for position in range(length)})
+        assert group.peak_units(length) == len({position // 16 for position in range(length)})
         assert group.entries_per_page == len({position // ratio for position in range(16)})
 
 
@@ -186,6 +211,7 @@ mixes = st.one_of(
 )
 memories = st.integers(0, 260)
 chunks = st.integers(1, 9)
+few_depths = st.integers(0, 2)
 checkpoints = st.integers(0, 2)
 
 
@@ -196,42 +222,53 @@ def weights_of(mix: Any) -> list[int]:
     return mix if isinstance(mix, list) else [mix]
 
 
-def wishes_of(layout: Layout, mix: Any, chunk: int, num_checkpoints: int) -> list[Wish]:
+def wishes_of(layout: Layout, mix: Any, chunk: int, num_checkpoints: int, in_flight: int) -> list[Wish]:
     """What `divide` promises to each group, in the words of its docstring."""
+    weights = weights_of(mix)
+
+    def way(units: Callable[[int], int], once: int = 0) -> tuple[Fraction, int, int]:
+        each = [units(length) for length in weights]
+        return Fraction(sum(each), len(each)), max(each), once
+
     wishes = []
     for group in layout.groups:
         if isinstance(group, StateGroup):
-            units, once = [1 + num_checkpoints for _ in weights_of(mix)], 0
-        else:
-            reading = reading_of(group)
-            step, once = 1, 0
-            if group.window is not None:
-                # Each request may get the least part of a chunk that takes a page more; the rest of the chunk
-                # takes what it takes in one request.
-                endless = 4 * (group.window + chunk + group.page_tokens)
-                held = {part: peak(reading, endless, part) for part in range(1, chunk + 1)}
-                step = next((part for part in held if held[part] > held[1]), 1)
-                if step > group.page_tokens:  # sharing the chunk out takes more tokens than it fills pages
-                    step = 1
-                once = held[chunk] - held[step]
-            units = [peak(reading, length, step) for length in weights_of(mix)]
-        wishes.append(Wish(group.unit_bytes, Fraction(sum(units), len(units)), max(units), once))
+            wishes.append(Wish(group.unit_bytes, (way(lambda length: 1 + num_checkpoints),)))
+            continue
+        reading, size = reading_of(group), group.page_tokens
+        ways = [way(lambda length, size=size: len({p // size for p in range(length)}))]  # type: ignore[misc]
+        if group.window is not None:
+            steps = 2 * in_flight + 1
+            endless = group.window + group.storage.sink_tokens + 3 * group.resume_step + steps * chunk + size
+            base = peak(reading, endless, steps)
+            # The least tokens, beyond one per step, that take a page more; all requests get `more` of them.
+            enough = next(n for n in count(1) if peak(reading, endless, steps + n) > base)
+            more = steps * (chunk - 1)
+            # Pages that sharing a chunk takes: each costs `enough` of these tokens, and in its step one more,
+            # which the request would get anyway; several pages of one request cost a page's worth each.
+            pages = min(more // enough, steps * chunk // min(enough + 1, size))
+            ways.append(way(partial(peak, reading, lag=steps), pages))
+            # Or each request has a page more; the rest of the chunk takes what it takes in one request.
+            if more >= enough:
+                rest = peak(reading, endless, steps * chunk) - base - 1
+                ways.append(way(partial(peak, reading, lag=steps + enough), rest))
+        wishes.append(Wish(group.unit_bytes, tuple(ways)))
     return wishes
 
 
 class TestDividing:
     @RUNS
-    @given(layout=layouts(), memory=memories, mix=mixes, chunk=chunks, rows=checkpoints)
+    @given(layout=layouts(), memory=memories, mix=mixes, chunk=chunks, rows=checkpoints, depth=few_depths)
     def test_no_division_serves_more_of_the_mix(
-        self, layout: Layout, memory: int, mix: Any, chunk: int, rows: int
+        self, layout: Layout, memory: int, mix: Any, chunk: int, rows: int, depth: int
     ) -> None:
-        wishes = wishes_of(layout, mix, chunk, rows)
+        wishes = wishes_of(layout, mix, chunk, rows, depth)
         best = best_requests(wishes, memory)
         if best is None:
             with pytest.raises(ConfigError, match="give more memory or shorter requests"):
-                layout.divide(memory, mix, chunk=chunk, checkpoints=rows)
+                layout.divide(memory, mix, chunk=chunk, checkpoints=rows, in_flight=depth)
             return
-        budget = layout.divide(memory, mix, chunk=chunk, checkpoints=rows)
+        budget = layout.divide(memory, mix, chunk=chunk, checkpoints=rows, in_flight=depth)
         assert budget.requests == best
         assert budget.num_requests == best.numerator // best.denominator >= 1
         assert budget.memory_bytes == memory
@@ -266,56 +303,76 @@ class TestDividing:
         assert all(much.capacity()[name] >= units for name, units in little.capacity().items())
 
     @RUNS
-    @given(layout=layouts(), memory=memories, length=st.integers(1, 16), chunk=chunks, rows=checkpoints)
+    @given(
+        layout=layouts(),
+        memory=memories,
+        length=st.integers(1, 16),
+        chunk=chunks,
+        rows=checkpoints,
+        depth=few_depths,
+    )
     def test_max_requests_by_counting_up(
-        self, layout: Layout, memory: int, length: int, chunk: int, rows: int
+        self, layout: Layout, memory: int, length: int, chunk: int, rows: int, depth: int
     ) -> None:
-        wishes = wishes_of(layout, length, chunk, rows)
+        wishes = wishes_of(layout, length, chunk, rows, depth)
 
         def cost(requests: int) -> int:
-            return sum((1 + wish.once + requests * wish.longest) * wish.unit_bytes for wish in wishes)
+            units = {wish: wish.units(requests) if requests else 0 for wish in wishes}
+            return sum((1 + units[wish]) * wish.unit_bytes for wish in wishes)
 
         expected = 0
         while cost(expected + 1) <= memory:
             expected += 1
-        assert layout.max_requests(memory, length, chunk=chunk, checkpoints=rows) == expected
-        assert layout.memory_for(expected, length, chunk=chunk, checkpoints=rows) == cost(expected)
+        assert layout.max_requests(memory, length, chunk=chunk, checkpoints=rows, in_flight=depth) == expected
+        assert layout.memory_for(expected, length, chunk=chunk, checkpoints=rows, in_flight=depth) == cost(
+            expected
+        )
         if expected:
-            budget = layout.divide(memory, length, chunk=chunk, checkpoints=rows)
+            budget = layout.divide(memory, length, chunk=chunk, checkpoints=rows, in_flight=depth)
             assert budget.num_requests == expected
         else:
             with pytest.raises(ConfigError):
-                layout.divide(memory, length, chunk=chunk, checkpoints=rows)
+                layout.divide(memory, length, chunk=chunk, checkpoints=rows, in_flight=depth)
 
     @RUNS
-    @given(layout=layouts(), memory=memories, chunk=chunks, rows=checkpoints)
+    @given(layout=layouts(), memory=memories, chunk=chunks, rows=checkpoints, depth=few_depths)
     def test_the_longest_request_fits_and_one_token_more_does_not(
-        self, layout: Layout, memory: int, chunk: int, rows: int
+        self, layout: Layout, memory: int, chunk: int, rows: int, depth: int
     ) -> None:
-        longest = layout.longest_request(memory, chunk=chunk, checkpoints=rows)
+        longest = layout.longest_request(memory, chunk=chunk, checkpoints=rows, in_flight=depth)
         grows = any(group.window is None for group in layout.paged_groups)
         if longest is None:
             assert not grows
-            assert layout.max_requests(memory, 10**6, chunk=chunk, checkpoints=rows) >= 1
+            assert layout.max_requests(memory, 10**6, chunk=chunk, checkpoints=rows, in_flight=depth) >= 1
             return
         if longest:
-            assert layout.max_requests(memory, longest, chunk=chunk, checkpoints=rows) >= 1
-        assert layout.max_requests(memory, longest + 1, chunk=chunk, checkpoints=rows) == 0
+            assert layout.max_requests(memory, longest, chunk=chunk, checkpoints=rows, in_flight=depth) >= 1
+        assert layout.max_requests(memory, longest + 1, chunk=chunk, checkpoints=rows, in_flight=depth) == 0
         if not layout.paged_groups:
             assert longest == 0
 
-    @pytest.mark.parametrize("parts", [[4], [1, 1], [3, 1], [2, 2], [2, 2, 2], [5, 1, 2]])
-    def test_a_budget_lasts_for_a_step_whose_chunk_goes_to_several_requests(self, parts: list[int]) -> None:
-        """Each request stores its part of one chunk in a step, and the step finds it at its worst place."""
-        chunk, length = sum(parts), 40
-        for window in range(1, 10):
-            for page_tokens in range(1, 6):
-                kind = WindowAttention(kv_heads=1, k_dim=2, v_dim=3, dtype="fp8", window=window)
-                layout = Layout([kind], page_tokens)
-                group = layout.paged_groups[0]
-                memory = group.unit_bytes
-                while layout.max_requests(memory, length, chunk=chunk) < len(parts):
-                    memory += group.unit_bytes
-                held = sum(peak(reading_of(group), length, part) for part in parts)
-                there = layout.divide(memory, length, chunk=chunk).capacity()["window"]
-                assert held <= there, f"window {window}, pages of {page_tokens}: {held} wanted, {there} there"
+    @pytest.mark.parametrize("in_flight", [0, 1])
+    @pytest.mark.parametrize("requests", [1, 2, 3])
+    def test_a_budget_lasts_however_chunks_are_shared_out(self, requests: int, in_flight: int) -> None:
+        """Every way in which requests share the chunks of the steps they hold, each at its worst place."""
+        steps = 2 * in_flight + 1
+        for chunk, page_tokens, full_tokens in product((1, 2, 4, 5), (1, 2, 3, 4), (1, 4)):
+            for window, length in product((1, 4, 6), (5, 14, 60)):
+                layout = Layout([window_kind(window), FULL], {"window": page_tokens, "full": full_tokens})
+                reading = reading_of(layout.paged_groups[0])
+                lags = {
+                    tuple(map(sum, zip(*chosen, strict=True)))
+                    for chosen in combinations_with_replacement(ways_to_share(chunk, requests), steps)
+                }
+                held = max(sum(peak(reading, length, lag) for lag in each) for each in lags)
+                memory = layout.memory_for(requests, length, chunk=chunk, in_flight=in_flight)
+                budget = layout.divide(memory, length, chunk=chunk, in_flight=in_flight)
+                there = budget.capacity()["window"]
+                case = (chunk, page_tokens, full_tokens, window, length)
+                assert held <= there <= held + requests - 1, f"{case}: {held} wanted, {there} there"
+
+
+def ways_to_share(chunk: int, requests: int) -> list[tuple[int, ...]]:
+    """Tokens of each request in one step: one, or more of a chunk."""
+    shares = product(range(1, chunk + 1), repeat=requests)
+    return [each for each in shares if sum(n for n in each if n > 1) <= chunk]

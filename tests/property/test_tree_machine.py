@@ -17,9 +17,9 @@ from pagoda.errors import (
     StaleError,
 )
 from pagoda.tree import PrefixTree
-from pagoda.tree.twin import PrefixTwin
 from property.tree_machine import MOST_PAGES, TreeMachine, keys, lists, namespaces, rests, symbols
 from property.tree_model import HOLE, Gone, Pages
+from twin import PrefixTwin
 
 RUNS = settings(max_examples=60, stateful_step_count=60, deadline=None)
 MOST_LEASES, MOST_MATCHES = 5, 6
@@ -101,17 +101,23 @@ class PlainMachine(TreeMachine):
     # Storing
 
     def stores(
-        self, data: st.DataObject, tokens: list[int], pages: Pages, lease: Any, namespace: bytes, ranges: Any
+        self,
+        data: st.DataObject,
+        tokens: list[int],
+        pages: Pages,
+        lease: Any,
+        namespace: bytes,
+        ranges: Any,
     ) -> None:
         base = 0 if lease is None else lease.length
         checkpoints = []
         if self.has_states:
             at = data.draw(st.sets(st.integers(1, MOST_PAGES), max_size=2))
             at |= {len(pages)} if data.draw(st.integers(0, 3)) else set()
-            states = [(base + n * self.page_size, self.next_id + n) for n in sorted(at)]
-            checkpoints = [it for it in states if base < it[0] <= base + len(pages) * self.page_size]
+            states = [(base + n * self.page_tokens, self.next_id + n) for n in sorted(at)]
+            checkpoints = [it for it in states if base < it[0] <= base + len(pages) * self.page_tokens]
         columns = self.new_ids(data, len(pages))
-        if len(tokens) % self.page_size and data.draw(st.booleans()):
+        if len(tokens) % self.page_tokens and data.draw(st.booleans()):
             columns = [[*ids, 2**24] for ids in columns]  # of the page that is not full
         given = {"extra_keys": ranges, "checkpoints": checkpoints}
         number = None if lease is None else lease.number
@@ -160,7 +166,7 @@ class PlainMachine(TreeMachine):
         pages = self.model.read(tokens, ranges)
         there = self.model.there(self.model.space(namespace), pages)
         if whole:
-            pages, tokens = there, tokens[: len(there) * self.page_size]
+            pages, tokens = there, tokens[: len(there) * self.page_tokens]
         columns = self.new_ids(data, len(pages))
         given_ids = self.as_given(data, columns)
         if len(there) < len(pages):
@@ -198,7 +204,7 @@ class PlainMachine(TreeMachine):
         at = 0
         for event in self.news():
             # How the pages lie in runs is the tree's own; each run is one event.
-            run = gone[at : at + len(event[4]) // self.page_size]
+            run = gone[at : at + len(event[4]) // self.page_tokens]
             at += len(run)
             assert run
             if deepest_first:
@@ -210,7 +216,7 @@ class PlainMachine(TreeMachine):
             assert event == (
                 "Removed",
                 self.model.names[last[0]],
-                self.model.length(run[0].prefix[1]) - self.page_size,
+                self.model.length(run[0].prefix[1]) - self.page_tokens,
                 run[0].parent,
                 [token for it in run for token in self.model.tokens(it.prefix[1][-1])],
                 tuple([it.ids[column] for it in run] for column in range(len(columns))),
@@ -228,8 +234,8 @@ class PlainMachine(TreeMachine):
     @precondition(lambda self: len(self.model.pages) > 2)
     @rule(data=st.data(), num_pages=st.sampled_from([0, 1, 1, 1, 2, 2, 3, 4, 8]), less=st.integers(0, 63))
     def evict(self, data: st.DataObject, num_pages: int, less: int) -> None:
-        n = max(0, num_pages * self.page_size - less % self.page_size)
-        wanted, column = -(-n // self.page_size), data.draw(st.integers(0, len(self.windows_given) - 1))
+        n = max(0, num_pages * self.page_tokens - less % self.page_tokens)
+        wanted, column = -(-n // self.page_tokens), data.draw(st.integers(0, len(self.windows_given) - 1))
         tallies = self.model.tallies()
         total, evictable, _ = tallies["columns"][column]
         if wanted > evictable:
@@ -297,7 +303,7 @@ class PlainMachine(TreeMachine):
         elif bad == "id":
             error, at = OutOfRangeError, data.draw(st.integers(0, len(given)))
             is_full = self.windows_given[column] is None
-            values = [0, -2, 2**31 // self.page_size, *([HOLE] if is_full else [])]
+            values = [0, -2, 2**31 // self.page_tokens, *([HOLE] if is_full else [])]
             columns[column][at] = data.draw(st.sampled_from([it for it in values if it < 2**31]))
         elif bad == "fewer":
             columns[column].pop()
@@ -315,7 +321,7 @@ class PlainMachine(TreeMachine):
 
     def misuse_leases(self, data: st.DataObject) -> None:
         before = self.observed()
-        other = self.kind(self.page_size, windows=self.windows_given, states=self.has_states)
+        other = self.kind(self.page_tokens, windows=self.windows_given, states=self.has_states)
         match = other.match([])
         foreign = other.lock(match)
         with pytest.raises(ArgumentError):
@@ -391,7 +397,7 @@ class PlainMachine(TreeMachine):
             assert (view.begin, view.end) == (len(path) - len(view.tokens), len(path))
             states = dict(view.checkpoints)
             for index, ids in enumerate(zip(*view.columns, strict=True)):
-                end = view.begin + (index + 1) * self.page_size
+                end = view.begin + (index + 1) * self.page_tokens
                 held = None if view.leases == 0 else view.leases
                 shown.append((view.namespace, view.is_dropped, path[:end], ids, states.get(end), held))
         assert len(views) - self.tree.num_nodes == sum(view.parent is None for view in views)

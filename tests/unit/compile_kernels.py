@@ -13,9 +13,14 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from differential.entry_layouts import ENTRIES
-from pagoda.kernels import batch_fused, compress_fused, entries_fused, fused, gather_fused
+from pagoda.kernels import _batch_fused as batch_fused
+from pagoda.kernels import _casts_fused, _pages_fused, _store_fused, _tokens_fused
+from pagoda.kernels import _compress_fused as compress_fused
+from pagoda.kernels import _entries_fused as entries_fused
+from pagoda.kernels import _fused as fused
+from pagoda.kernels import _gather_fused as gather_fused
+from pagoda.kernels._regions import Regions
 from pagoda.kernels.entries import Codec, Ring, Tokens
-from pagoda.kernels.regions import Regions
 
 CAPABILITY = int(sys.argv[1])
 compiled: dict[str, set[int]] = defaultdict(set)
@@ -47,8 +52,8 @@ def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **opt
 driver.set_active(NoGpu())
 JITFunction.run = compile_only
 if CAPABILITY >= 89:  # casts as they are on such a GPU, not as on the host
-    fused._spelled_out = lambda dtype, device: (0, 0, dtype)
-    entries_fused.is_spelled = compress_fused.is_spelled = lambda device: False
+    _store_fused._spelled_out = lambda dtype, device: (0, 0, dtype)
+    _casts_fused.is_spelled = lambda device: False
 
 
 def ints(*shape: int) -> torch.Tensor:
@@ -58,21 +63,21 @@ def ints(*shape: int) -> torch.Tensor:
 def stores() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
         pool = torch.zeros(32, 2, 64).to(dtype)
-        fused.store(ints(5), torch.zeros(5, 2, 64), torch.zeros(5, 2, 64), pool, pool, 1.0, 1.0)
+        _store_fused.store(ints(5), torch.zeros(5, 2, 64), torch.zeros(5, 2, 64), pool, pool, 1.0, 1.0)
 
 
 def pages() -> None:
     buffers = [torch.zeros(4, 512, dtype=torch.uint8) for _ in range(4)]
     addresses, packed = torch.zeros(4, dtype=torch.int64), torch.zeros(3, 2048, dtype=torch.uint8)
-    fused.pack(ints(3), buffers, addresses, packed)
-    fused.unpack(ints(3), buffers, addresses, packed)
-    fused.copy_pages(ints(3), ints(3), buffers, addresses)
+    _pages_fused.pack(ints(3), buffers, addresses, packed)
+    _pages_fused.unpack(ints(3), buffers, addresses, packed)
+    _pages_fused.copy_pages(ints(3), ints(3), buffers, addresses)
     for offset, n in ((0, 10), (1, 1), (3, 16)):  # any delta, aligned or not, one kernel
         fused._launch_writes.compiled.clear()
         fused.write_table(ints(40)[offset:], 16 - offset, offset, n, ints(40)[offset:])
     for at, value in ((0, -1), (3, 1), (16, 2**31 - 1)):  # any numbers, one kernel
         fused._launch_set.compiled.clear()
-        fused.set_entries(ints(40)[at % 3 :], at, value, 20, at)
+        fused.set_table(ints(40)[at % 3 :], at, value, 20, at)
         fused._launch_rows.compiled.clear()
         rows = [(torch.zeros(17, 4 + at), float("-inf")), (ints(17), -1)]
         fused.fill_rows(Regions.of(rows, torch.device("cpu")), at)
@@ -112,8 +117,8 @@ def entries() -> None:
     tokens = Tokens(ints(2), ints(3), ints(3))
     for entry in ENTRIES.values():
         entries_of(Codec.of(entry), entry.page_bytes(32), tokens)
-    for few in (compress_fused.FEW_TOKENS, 0):  # small batches, and large ones
-        compress_fused.FEW_TOKENS = few
+    for few in (_tokens_fused._FEW_TOKENS, 0):  # small batches, and large ones
+        _tokens_fused._FEW_TOKENS = few
         compressors(tokens)
 
 

@@ -81,7 +81,7 @@ def case_of(
     for group, table in zip(layout.paged_groups, tables, strict=True):
         size = kernel_pages.get(group.name, group.page_tokens)
         width = len(table[0]) * group.page_tokens // size
-        window = None if group.pages.sink_tokens else group.window
+        window = None if group.storage.sink_tokens else group.window
         limit = limits.get(group.name, num_rows * width)
         groups.append(Pages(group.name, group.page_tokens, size, window, table, limit))
     return Case(pools, groups, rows, delta)
@@ -175,7 +175,7 @@ def test_flashinfer_reads_what_the_window_says(case: Case):
         view = batch[group.name]
         indptr, indices, last = view.indptr.tolist(), view.indices.tolist(), view.last_page_len.tolist()
         window = view.group.window
-        window_left = -1 if view.group.pages.sink_tokens else view.window_left
+        window_left = -1 if view.group.storage.sink_tokens else view.window_left
         for number, row in enumerate(case.rows):
             num_pages = indptr[number + 1] - indptr[number]
             if not row.length or not num_pages:
@@ -203,7 +203,7 @@ def test_flashattention_and_vllm_read_what_the_window_says(case: Case):
     batch = case.pools.batch(case.delta)
     for group in case.groups:
         view = batch[group.name]
-        window_left = -1 if view.group.pages.sink_tokens else view.window_left
+        window_left = -1 if view.group.storage.sink_tokens else view.window_left
         for number, row in enumerate(case.rows):
             pages, length = view.page_table[number].tolist(), int(batch.lengths[number])
             for query, positions in enumerate(positions_read(row, group.window)):

@@ -8,7 +8,7 @@ import torch
 
 from pagoda.errors import CaptureError
 from pagoda.kernels import on_device
-from pagoda.pools.arguments import refuse_capture
+from pagoda.pools._arguments import refuse_capture
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 

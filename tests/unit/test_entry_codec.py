@@ -7,9 +7,9 @@ import torch
 
 from differential.entry_layouts import ENTRIES, plain_entry
 from pagoda.errors import ConfigError
+from pagoda.kernels._entries_reference import decode, encode
 from pagoda.kernels.entries import Codec
-from pagoda.kernels.entries_reference import decode, encode
-from pagoda.layout.entries import Entry, Part, compressed_fp8, index_keys, latent_fp8
+from pagoda.layout._entries import Entry, TensorSpec, compressed_fp8, index_keys, latent_fp8
 
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -94,8 +94,8 @@ def test_what_is_not_quantised_comes_back_as_it_was(dtype: str):
 
 
 def test_heads_are_numbers_like_others():
-    heads = Entry("keys", (Part("keys", (2, 8), "bfloat16"), Part("rope", (1, 4), "bfloat16")))
-    flat = Entry("keys", (Part("keys", (16,), "bfloat16"), Part("rope", (4,), "bfloat16")))
+    heads = Entry("keys", (TensorSpec("keys", (2, 8), "bfloat16"), TensorSpec("rope", (1, 4), "bfloat16")))
+    flat = Entry("keys", (TensorSpec("keys", (16,), "bfloat16"), TensorSpec("rope", (4,), "bfloat16")))
     assert Codec.of(heads) == Codec.of(flat)
 
 
@@ -121,22 +121,62 @@ def test_zeros_and_what_is_no_number():
     assert back[1, 0].isnan()  # and nothing else of its block
     assert back[1, 1] == 1
     assert back[1, 2:].eq(0).all()
-    assert back[2, 0] > 1e38
+    assert back[2, 0] == 448 / 256  # the largest number under the scale of 1
+    assert back[2, 1] == 1
     assert back[2, 64] == 2
+
+
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.scales])
+def test_what_is_not_finite_changes_no_other_number_of_its_block(name: str, special: float):
+    codec = Codec.of(ENTRIES[name])
+    values = numbers(40, codec.dim)
+    is_special = torch.zeros(40, codec.dim, dtype=torch.bool)
+    is_special[torch.arange(40), torch.arange(40) % codec.flat_dim] = True
+    expected, expected_scales = encode(codec, values.masked_fill(is_special, 0.0))
+    data, scales = encode(codec, values.masked_fill(is_special, special))
+    without, back = decode(codec, expected, expected_scales), decode(codec, data, scales)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(back[~is_special], without[~is_special])
+    # Itself it is the largest number under that scale, or NaN where the format has one.
+    if math.isnan(special) and codec.flat_dtype == "float8_e4m3fn":
+        assert back[is_special].isnan().all()
+        return
+    kept = scales[:, : codec.num_scales * getattr(torch, str(codec.scale_dtype)).itemsize].contiguous()
+    scale = kept.view(torch.float32) if codec.scale_dtype == "float32" else (kept.float() - 127).exp2()
+    block = torch.arange(40) % codec.flat_dim // codec.block
+    sign = -1 if special == -math.inf else 1
+    assert torch.equal(back[is_special], sign * codec.largest * scale[torch.arange(40), block])
 
 
 @pytest.mark.parametrize(
     "entry",
     [
-        Entry("no scale", (Part("flat", (64,), "float8_e4m3fn"),)),
-        Entry("scales of plain", (Part("flat", (64,), "bfloat16"),), (Part("scale", (1,), "float32"),)),
-        Entry("fp8 rope", (Part("flat", (8,), "float32"), Part("rope", (8,), "float8_e4m3fn"))),
-        Entry("three parts", (*plain_entry(8, 8).parts, Part("rope", (4,), "float32"))),
-        Entry("padding first", (Part("flat", (64,), "float8_e4m3fn"),), (Part("padding", (4,), "uint8"),)),
-        Entry("odd places", (Part("flat", (7,), "bfloat16"), Part("rope", (2,), "float32"))),
+        Entry("no scale", (TensorSpec("flat", (64,), "float8_e4m3fn"),)),
+        Entry(
+            "scales of plain",
+            (TensorSpec("flat", (64,), "bfloat16"),),
+            (TensorSpec("scale", (1,), "float32"),),
+        ),
+        Entry("fp8 rope", (TensorSpec("flat", (8,), "float32"), TensorSpec("rope", (8,), "float8_e4m3fn"))),
+        Entry("three parts", (*plain_entry(8, 8).parts, TensorSpec("rope", (4,), "float32"))),
+        Entry(
+            "padding first",
+            (TensorSpec("flat", (64,), "float8_e4m3fn"),),
+            (TensorSpec("padding", (4,), "uint8"),),
+        ),
+        Entry("odd places", (TensorSpec("flat", (7,), "bfloat16"), TensorSpec("rope", (2,), "float32"))),
         compressed_fp8(512, 64, block=48),
-        Entry("more", (Part("flat", (4,), "float8_e4m3fn"),), (Part("scale", (5,), "float8_e8m0fnu"),)),
-        Entry("half", (Part("flat", (4,), "float4_e2m1fn_x2"),), (Part("scale", (8,), "float8_e8m0fnu"),)),
+        Entry(
+            "more",
+            (TensorSpec("flat", (4,), "float8_e4m3fn"),),
+            (TensorSpec("scale", (5,), "float8_e8m0fnu"),),
+        ),
+        Entry(
+            "half",
+            (TensorSpec("flat", (4,), "float4_e2m1fn_x2"),),
+            (TensorSpec("scale", (8,), "float8_e8m0fnu"),),
+        ),
         latent_fp8(512, 64),
         "compressed",
     ],

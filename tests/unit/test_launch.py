@@ -7,8 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from pagoda.kernels import launch
-from pagoda.kernels.launch import Launch
+from pagoda.kernels._launch import Launch
 
 
 class Compiled:
@@ -36,7 +35,6 @@ class Kernel:
 
 def test_a_kernel_is_looked_up_once_for_each_device_and_constant(monkeypatch: pytest.MonkeyPatch):
     device = 0
-    monkeypatch.setattr(launch, "_TAKES_ALL", True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
     kernel = Kernel()
@@ -54,12 +52,8 @@ def test_a_kernel_is_looked_up_once_for_each_device_and_constant(monkeypatch: py
     ]
 
 
-@pytest.mark.parametrize("is_interpreted", [False, True])
-def test_interpreted_kernels_and_those_of_older_versions_are_looked_up_every_time(
-    monkeypatch: pytest.MonkeyPatch, is_interpreted: bool
-):
-    monkeypatch.setattr(launch, "_TAKES_ALL", is_interpreted)
-    kernel = Kernel(is_interpreted)
+def test_interpreted_kernels_are_looked_up_every_time():
+    kernel = Kernel(is_interpreted=True)
     start = Launch(kernel)
     for _ in range(3):
         start((1, 1, 1), constants=(2,))

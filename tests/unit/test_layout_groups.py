@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import pytest
 
+from pagoda._native import first_live_token
 from pagoda.errors import ArgumentError, ConfigError, PagodaError
 from pagoda.layout import (
     CompressedAttention,
@@ -20,11 +21,11 @@ from pagoda.layout import (
     Mamba2,
     Need,
     PagedGroup,
-    Part,
     RingWindow,
     SharedAttention,
     ShortConv,
     StateGroup,
+    TensorSpec,
     WindowAttention,
     from_hf,
     index_keys,
@@ -190,7 +191,7 @@ class TestPageSizes:
             Layout([full()], {"fall": 16})
 
     @pytest.mark.parametrize("sizes", [{"full": 16}, 0, -5, "16"])
-    def test_page_sizes_are_checked_where_there_are_only_states(self, sizes):
+    def test_page_tokenss_are_checked_where_there_are_only_states(self, sizes):
         with pytest.raises(ConfigError, match="page_tokens"):
             Layout([STATE], sizes)
 
@@ -207,21 +208,53 @@ class TestPageSizes:
                 Layout([compressed(4, True), compressed(128)], bad)
         assert Layout([compressed(4, True), compressed(128)], 384).group("hca").entries_per_page == 3
         with pytest.raises(ConfigError, match="multiple of 4"):
-            PagedGroup("csa", (0,), compressed(4).pages, 6)
+            PagedGroup("csa", (0,), compressed(4).storage, 6, 6)
+
+    def test_pages_divide_the_step_at_which_requests_resume(self):
+        with pytest.raises(ConfigError, match="resume_step: give a multiple of the page_tokens of full, 4"):
+            PagedGroup("full", (0,), full().storage, 4, 6)
+        assert [
+            group.resume_step for group in Layout([full(), window(4)], {"full": 6, "window": 4}).groups
+        ] == [
+            12,
+            12,
+        ]
+        with pytest.raises(ConfigError, match=r"page_tokens: .* give sizes that divide each other"):
+            Layout([full(), window(4)], {"full": 2**61, "window": 3})
 
     def test_bytes_a_token_are_exact_fractions(self):
-        entry = Entry("e", (Part("a", (10,), "uint8"),), page_multiple=16)
+        entry = Entry("e", (TensorSpec("a", (10,), "uint8"),), page_multiple=16)
         group = Layout([LatentAttention(entry=entry)] * 2, 3).paged_groups[0]
         assert group.page_bytes == group.unit_bytes == 2 * 32
         assert group.token_bytes == Fraction(64, 3)
         assert group.unpadded_token_bytes == 20
 
 
+class TestFirstLiveToken:
+    def test_by_hand(self):
+        # Whole steps of 8: with 8 to 15 committed a query of 5 still reads from 4 on, with 16 from 12 on.
+        assert [first_live_token(n, 5, 8) for n in (0, 7, 8, 15, 16, 23, 24)] == [0, 0, 0, 0, 8, 8, 16]
+        # A window of 1 reads nothing before the next token; one of 9 all of the step before.
+        assert [first_live_token(n, 1, 8) for n in (7, 8, 16)] == [0, 8, 16]
+        assert [first_live_token(n, 9, 8) for n in (16, 17, 24)] == [8, 8, 16]
+        assert [first_live_token(n, 10, 8) for n in (16, 17, 24)] == [0, 0, 8]
+        assert first_live_token(20, 4, 3) == 15
+        assert first_live_token(2**62, 2, 2**62) == 0
+        assert first_live_token(2**62, 2, 1) == 2**62 - 1
+
+    @pytest.mark.parametrize(
+        "bad", [(-1, 1, 1), (0, 0, 1), (0, 1, 0), (2**63, 1, 1), (0, None, 1), (0, 1, 1.5)]
+    )
+    def test_numbers_that_are_none(self, bad):
+        with pytest.raises(ArgumentError, match=r"committed|window|resume_step"):
+            first_live_token(*bad)
+
+
 class TestOneRequest:
     def test_pages_of_full_attention(self):
         group = Layout([full()], 4).paged_groups[0]
-        assert [group.num_pages(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
-        assert [group.peak_units(n, 100) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+        assert [group.peak_units(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
+        assert [group.peak_units(n, 100, 3) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
 
     def test_pages_of_a_window(self):
         group = Layout([window(5)], 4).paged_groups[0]
@@ -230,16 +263,27 @@ class TestOneRequest:
         # With 12 stored, it reads 8 to 12: page 2 alone is there.
         assert group.live_pages(12) == (range(2, 3),)
         assert group.live_pages(0) == (range(0),)
-        # 5 tokens lie in 2 pages at most, 8 in 3 (1 + 4 + 3).
+        # The page before the last whole one, which may have just been committed, and what follows it.
         assert group.peak_units(1000) == 2
-        assert group.peak_units(1000, step=4) == 3
+        assert group.peak_units(1000, step=2) == 3  # 4 to 11, and 12
+        assert group.peak_units(1000, step=5) == 3  # 4 to 15
         assert group.peak_units(4, step=4) == 1
+        # With one step in flight a row holds three steps: 4 to 13.
+        assert group.peak_units(1000, in_flight=1) == 3
+        assert group.peak_units(1000, step=2, in_flight=1) == 4  # 4 to 16
+
+    def test_windows_are_given_up_where_requests_resume(self):
+        group = Layout([full(), window(5)], {"full": 8, "window": 2}).group("window")
+        # 15 committed: the whole 8 need 4 to 7, and 0 to 3 go with them; 16 committed: 0 to 7 go.
+        assert group.peak_units(1000) == 8
+        assert [group.peak_units(n) for n in (2, 15, 16, 17)] == [1, 8, 8, 8]
+        assert group.peak_units(1000, in_flight=1) == 9
 
     def test_pages_of_a_window_with_sinks(self):
         group = Layout([window(4, sinks=5)], 4).paged_groups[0]
         assert group.live_pages(5) == (range(2),)
         assert group.live_pages(20) == (range(2), range(4, 5))
-        assert group.num_pages(20) == 3
+        assert [group.peak_units(n) for n in (8, 9, 1000)] == [2, 3, 4]
         assert group.layer_bytes(0, 20) == {"keys": 3 + 5, "values": 3 + 5}
 
     def test_layer_bytes_are_what_the_next_token_reads(self):
@@ -267,10 +311,10 @@ class TestOneRequest:
 
     def test_request_bytes_are_whole_pages_and_a_row(self):
         layout = Layout([full(2, 3), window(5), STATE], {"full": 4, "window": 2})
-        # 9 tokens: 3 pages of 48 B; a window of 5 in pages of 2: 3 pages of 4 B; one row.
-        assert layout.request_bytes(9) == 3 * 48 + 3 * 4 + 16
-        # Steps of 4: 8 tokens may lie in 5 pages.
-        assert layout.request_bytes(9, step=4) == 3 * 48 + 5 * 4 + 16
+        # 9 tokens: 3 pages of 48 B; a window of 5, given up 4 tokens at a time, in pages of 2: 4 pages of
+        # 4 B for the tokens 0 to 7; one row.
+        assert layout.request_bytes(9) == 3 * 48 + 4 * 4 + 16
+        assert layout.request_bytes(9, step=4) == layout.request_bytes(9, 1, 1) == 3 * 48 + 5 * 4 + 16
         assert layout.request_bytes(0) == 16
 
     @pytest.mark.parametrize("bad", [-1, 1.5, "9", None, 2**62 + 1, pytest.param(10**5_000, id="huge")])
@@ -281,7 +325,7 @@ class TestOneRequest:
                 ask(bad)
         for group in layout.paged_groups:
             layer_bytes = functools.partial(group.layer_bytes, group.layers[0])
-            for ask in (group.live_pages, group.num_pages, group.peak_units, layer_bytes):
+            for ask in (group.live_pages, group.peak_units, layer_bytes):
                 with pytest.raises(ConfigError, match="length"):
                     ask(bad)
 
@@ -289,6 +333,11 @@ class TestOneRequest:
     def test_steps_that_are_none(self, bad):
         with pytest.raises(ConfigError, match="step"):
             Layout([full()]).request_bytes(9, bad)
+
+    @pytest.mark.parametrize("bad", [-1, 1.5, "9", None])
+    def test_depths_that_are_none(self, bad):
+        with pytest.raises(ConfigError, match="in_flight"):
+            Layout([full()]).request_bytes(9, in_flight=bad)
 
     @pytest.mark.parametrize("bad", [-1, 2, 10**18, pytest.param(10**5_000, id="huge"), 1.0, "0", None])
     def test_layers_that_are_none(self, bad):
@@ -388,7 +437,7 @@ class TestRefused:
 
 
 class TestSharding:
-    def test_heads_are_divided_and_page_sizes_kept(self):
+    def test_heads_are_divided_and_page_tokenss_kept(self):
         layout = Layout([full(4), window(8, heads=2), STATE], {"full": 3, "window": 5}, name="m", context=9)
         half = layout.shard(2)
         assert half == Layout([full(2), window(8, heads=1), STATE.shard(2)], {"full": 3, "window": 5})
@@ -417,7 +466,7 @@ class TestSharding:
         assert rank.token_bytes == 2 + 2
         assert rank.page_tokens["full"] == 16
 
-    def test_groups_that_become_one_have_one_page_size(self):
+    def test_groups_that_become_one_have_one_page_tokens(self):
         """Ranks of one model share ids: a page of 16 tokens cannot become one of 32 on the way."""
         with pytest.raises(
             ConfigError, match="full-2 is one with another on 4 ranks: give both one page size"

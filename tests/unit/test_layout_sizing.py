@@ -86,12 +86,13 @@ class TestByHand:
 
     def test_three_groups(self):
         layout = Layout([FULL, WINDOW, STATE], {"full": 4, "window": 2})
-        # A request of 9: 3 pages of 32 B, 3 pages of 4 B (5 tokens in pages of 2), a row of 10 B.
-        padding, each = 32 + 4 + 10, 3 * 32 + 3 * 4 + 10
+        # A request of 9: 3 pages of 32 B; 4 pages of 4 B, because the window of 5 in pages of 2 is given up
+        # where pages of both end, every 4 tokens; a row of 10 B.
+        padding, each = 32 + 4 + 10, 3 * 32 + 4 * 4 + 10
         assert layout.max_requests(padding + 7 * each, 9) == 7
         assert layout.max_requests(padding + 7 * each - 1, 9) == 6
         budget = layout.divide(padding + 7 * each, 9)
-        assert budget.capacity() == {"full": 21, "window": 21, "state": 7}
+        assert budget.capacity() == {"full": 21, "window": 28, "state": 7}
         assert budget.spare_bytes == 0
 
     def test_checkpoints_are_rows_besides(self):
@@ -107,10 +108,28 @@ class TestByHand:
         # 9 tokens at once are 8 more than one: 4 pages of 2.
         assert layout.max_requests(4 * (1 + 3 + 4) - 1, 100, chunk=9) == 0
         assert layout.max_requests(4 * (1 + 3 + 4), 100, chunk=9) == 1
-        # A second one takes its 3 pages and, if 2 tokens of the chunk are its own, one more.
-        assert layout.max_requests(4 * (1 + 3 + 4 + 3), 100, chunk=9) == 1
-        assert layout.max_requests(4 * (1 + 3 + 4 + 4), 100, chunk=9) == 2
+        # A second one takes its 3 pages: what it gets of the chunk the first does not.
+        assert layout.max_requests(4 * (1 + 3 + 4 + 3) - 1, 100, chunk=9) == 1
+        assert layout.max_requests(4 * (1 + 3 + 4 + 3), 100, chunk=9) == 2
+        # In pages of 4 the first takes 2 and 2 more. A second one takes 3 if it gets 2 tokens of the chunk,
+        # and the 7 that are left still fill the other's.
+        layout = Layout([WINDOW], 4)
+        assert [layout.memory_for(n, 100, chunk=9) // 8 - 1 for n in (0, 1, 2)] == [0, 4, 7]
+        # However many there are, 4 get 2 tokens each at most.
+        assert layout.memory_for(100, 100, chunk=9) // 8 - 1 == 2 * 100 + 4
+        # Short ones never hold more than all their tokens.
+        assert layout.memory_for(2, 5, chunk=9) // 8 - 1 == 4
         assert Layout([FULL], 4).max_requests(352, 8, chunk=10**6) == 5
+
+    def test_steps_in_flight_are_held_by_windows(self):
+        layout = Layout([FULL, WINDOW], {"full": 4, "window": 2})
+        # Tokens 0 to 7, and with d steps in flight the 2 d that follow.
+        assert [
+            layout.memory_for(2, 9, in_flight=d) - layout.memory_for(1, 9, in_flight=d) for d in range(3)
+        ] == [3 * 32 + held * 4 for held in (4, 5, 5)]
+        assert layout.longest_request(4 * 32 + 5 * 4) == 12
+        assert layout.longest_request(4 * 32 + 5 * 4, in_flight=1) == 8
+        assert layout.max_requests(4 * 32 + 5 * 4, 12, in_flight=1) == 0
 
     def test_the_longest_request(self):
         layout = Layout([FULL], 4)
@@ -239,6 +258,17 @@ class TestRefused:
             self.LAYOUT.max_requests("1GiB", bad)
         with pytest.raises(ConfigError, match="length"):
             self.LAYOUT.memory_for(1, bad)
+
+    @pytest.mark.parametrize("bad", [-1, 1.5, "1", None, 2**63])
+    def test_steps_in_flight(self, bad):
+        for ask in (
+            lambda: self.LAYOUT.divide("1GiB", 8, in_flight=bad),
+            lambda: self.LAYOUT.max_requests("1GiB", 8, in_flight=bad),
+            lambda: self.LAYOUT.memory_for(1, 8, in_flight=bad),
+            lambda: self.LAYOUT.longest_request("1GiB", in_flight=bad),
+        ):
+            with pytest.raises(ConfigError, match="in_flight"):
+                ask()
 
     @pytest.mark.parametrize("bad", [-1, 1.5, "8", None, 2**63])
     def test_numbers_of_requests(self, bad):

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda.attention import nhd_pages, paged, paged_attention
+from pagoda.attention import _paged as paged
+from pagoda.attention import nhd_pages, paged_attention
 from pagoda.errors import ArgumentError
 from pagoda.layout import FullAttention, LatentAttention, Layout, WindowAttention, latent
 from pagoda.pools import GroupBatch, Pools
@@ -185,7 +186,7 @@ def test_it_is_plain_attention(
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_any_batch_page_size_and_window(data: st.DataObject):
+def test_any_batch_page_tokens_and_window(data: st.DataObject):
     kernel_page = data.draw(st.sampled_from([1, 2, 4]))
     page = kernel_page * data.draw(st.sampled_from([1, 2, 3]))
     rows = []

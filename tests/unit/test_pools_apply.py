@@ -97,7 +97,7 @@ def test_tables_are_views_of_one_tensor_in_the_order_of_the_groups():
     assert pools.tables["window"][0, 0] == 20
     assert pools.tables["window"][3, 9] == 59
     assert pools.flat_table.dtype == torch.int32
-    assert (pools["full"].num_pages, pools["window"].page_size) == (7, 2)
+    assert (pools["full"].num_pages, pools["window"].page_tokens) == (7, 2)
     pools.check()
 
 
@@ -106,8 +106,8 @@ def test_memory_is_what_groups_say_and_the_tables():
     # With padding pages: 2 layers of 4 tokens of 2 heads of 4 + 6 floats; 1 layer of 2 tokens of 16 halves.
     pages = 8 * (2 * 4 * 2 * 10 * 4) + 10 * (2 * 16 * 2)
     buffers = sum(buffer.nbytes for buffer in pools._buffers.tensors.values())
-    assert pools.mem_bytes() == pages + 60 * 4 + buffers
-    assert pools.mem_bytes() == sum(tensor.nbytes for tensor in pools.tensors())
+    assert pools.memory_bytes() == pages + 60 * 4 + buffers
+    assert pools.memory_bytes() == sum(tensor.nbytes for tensor in pools.tensors())
 
 
 def test_pools_made_under_inference_mode_are_written_outside_of_it():
@@ -486,7 +486,7 @@ class Cluster:
 
     def heads_of(self, rank: int, group: Any) -> tuple[int, slice]:
         """Heads of the whole model, and which of them a rank has."""
-        (entry, *_), (part, *_) = group.pages.entries, group.pages.entries[0].parts
+        (entry, *_), (part, *_) = group.storage.entries, group.storage.entries[0].parts
         if entry.name == "latent":  # all heads share it
             return 1, slice(0, 1)
         heads = part.shape[0]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pagoda.errors import ArgumentError, ConfigError, InvariantError
 from pagoda.pools import Staging
-from pagoda.pools.staging import Lane
+from pagoda.pools._staging import Lane
 
 
 class Late:

@@ -1,10 +1,10 @@
 """Attention over the pages of a pool. In: queries, a layer, a batch; out: outputs.
 
-`paged_attention` is attention in plain torch; `nhd_pages` and `hnd_pages` show a pool's buffer in pages, as back
-ends take it.
+`paged_attention` is attention in plain torch; `nhd_pages` and `hnd_pages` show a pool's buffer in pages, as
+back ends take it.
 """
 
-from pagoda.attention.paged import paged_attention
-from pagoda.attention.pages import hnd_pages, nhd_pages
+from pagoda.attention._paged import paged_attention
+from pagoda.attention._pages import hnd_pages, nhd_pages
 
 __all__ = ["hnd_pages", "nhd_pages", "paged_attention"]

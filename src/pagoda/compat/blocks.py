@@ -8,9 +8,9 @@ import torch
 
 from pagoda.errors import CapacityError
 from pagoda.ids import FreeList
-from pagoda.layout.numbers import count
+from pagoda.layout._numbers import count
 from pagoda.pools import Staging
-from pagoda.pools.arguments import AnyIds, host_ids, number, refuse_capture
+from pagoda.pools._arguments import AnyIds, host_ids, number, refuse_capture
 
 __all__ = ["BlockAllocator"]
 
@@ -24,10 +24,12 @@ class BlockAllocator:
     """
 
     def __init__(self, num_total_blocks: int, device: torch.device | str = "cuda") -> None:
-        self.num_total_blocks = count(num_total_blocks, "num_total_blocks", low=0)
-        self._staging = Staging(device)
-        self.device = device
-        self._blocks = FreeList(self.num_total_blocks, what="blocks")
+        total = count(num_total_blocks, "num_total_blocks", low=0)
+        self._become(FreeList(total, what="blocks"), Staging(device), device)
+
+    def _become(self, blocks: FreeList, staging: Staging, device: torch.device | str) -> None:
+        self.num_total_blocks, self.device = blocks.num_ids, device
+        self._blocks, self._staging = blocks, staging
 
     @property
     def num_free(self) -> int:
@@ -45,7 +47,7 @@ class BlockAllocator:
         try:
             return self._staging.send(blocks)[0]
         except BaseException:  # no memory on the device, Ctrl-C
-            self._blocks.free(blocks)
+            self.release(blocks)
             raise
 
     def acquire_host(self, n: int) -> npt.NDArray[np.int32]:

@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagoda.errors import ArgumentError, CapacityError, ConfigError, InvariantError
+from pagoda.compat._words import in_words, of_one
+from pagoda.errors import ArgumentError, CapacityError, ConfigError, InvariantError, UsageError
 from pagoda.ids import FreeList
-from pagoda.layout.numbers import count
-from pagoda.pools import DeviceTable, Staging, StatePart, StatePool, TokenPool
-from pagoda.pools.arguments import (
+from pagoda.layout._numbers import count
+from pagoda.pools import DeviceTable, Staging, StatePool, StateSpec, TokenPool
+from pagoda.pools._arguments import (
     AnyIds,
     host_ids,
     is_unread,
@@ -39,6 +40,8 @@ __all__ = [
 def _num_pages(size: int, page_size: int) -> int:
     if size % page_size:
         raise ConfigError(f"size = {size} is not a multiple of page_size = {page_size}: give whole pages")
+    if size + page_size > 2**31 - 1:
+        raise ConfigError(f"size = {size} and page_size = {page_size}: slots pass 2^31: give fewer")
     return size // page_size
 
 
@@ -105,11 +108,11 @@ class KVPool:
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """The K buffer of a layer, no copy. O(1). Errors: ArgumentError."""
-        return self.k_buffer[layer_number(layer_id, self.layer_num)]
+        return self.k_buffer[layer_number(layer_id, self.layer_num, "layer_id")]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         """The V buffer of a layer, no copy. O(1). Errors: ArgumentError."""
-        return self.v_buffer[layer_number(layer_id, self.layer_num)]
+        return self.v_buffer[layer_number(layer_id, self.layer_num, "layer_id")]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Both buffers of a layer, no copy. O(1). Errors: ArgumentError."""
@@ -117,11 +120,15 @@ class KVPool:
 
     def set_kv_buffer(self, layer_id: int, indices: AnyIds, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write rows of k and v to slots of a layer. Cost and errors: `TokenPool.store`."""
-        self._pool.store(layer_id, indices, k, v)
+        try:
+            self._pool.store(layer_id, indices, k, v)
+        except UsageError as error:
+            in_words(error, layer="layer_id", slots="indices", keys="k", values="v")
+            raise
 
     def mem_bytes(self) -> int:
         """Bytes of all buffers, padding included. O(1)."""
-        return self._pool.mem_bytes()
+        return self._pool.memory_bytes()
 
     def check(self) -> None:
         """Verify invariants 6 and 7. Cost: a walk over all of it. Errors: InvariantError."""
@@ -142,8 +149,6 @@ class TokenToKVPoolAllocator:
     ) -> None:
         self.size, self.page_size = count(size, "size", low=0), count(page_size, "page_size")
         self.device, self.need_sort = device, need_sort
-        if self.size + self.page_size > 2**31 - 1:
-            raise ConfigError("size: slots pass 2^31: give fewer")
         what = "pages" if self.page_size > 1 else "slots"
         self._pages = FreeList(_num_pages(self.size, self.page_size), what=what)
         self._staging = Staging(device)
@@ -227,7 +232,11 @@ class TokenToKVPoolAllocator:
                 self._free(host_ids(indices, "indices"), self._group if self._group_is_open else None)
 
     def _free(self, slots: npt.NDArray[np.int64], group: int | None) -> None:
-        self._pages.free_slots(slots, self.page_size, fence=group)
+        try:
+            self._pages.free_slots(slots, self.page_size, fence=group)
+        except UsageError as error:
+            in_words(error, slots="indices")
+            raise
 
     def free_group(self) -> _FreeGroup:
         """A context manager: a group that begins when it is entered and ends when it is left. O(1).
@@ -330,9 +339,12 @@ class ReqToTokenPool:
         self.max_context_len = count(max_context_len, "max_context_len")
         self._staging = Staging(device)
         self.device = device
-        self._table = DeviceTable(self.size, self.max_context_len, device, self._staging)
+        try:
+            self._table = DeviceTable(self.size, self.max_context_len, device, self._staging)
+        except ConfigError as error:
+            in_words(error, num_rows="max_reqs and max_context_len: num_rows")
+            raise
         self._rows = FreeList(self.size, what="rows")
-        self._lock = threading.RLock()
 
     @property
     def req_to_token(self) -> torch.Tensor:
@@ -358,67 +370,64 @@ class ReqToTokenPool:
 
         Errors: DoubleFreeError, NotHeldError, OutOfRangeError, ArgumentError; nothing is freed then.
         """
-        self._rows.free(host_ids(slot, "slot"))
+        rows = host_ids(slot, "slot")
+        try:
+            self._rows.free(rows)
+        except UsageError as error:
+            in_words(error, ids="slot")
+            raise
 
     def write(self, index: tuple[Any, Any], values: Any) -> None:
         """Write slots at (row, slice(a, b)), or at (rows, positions) for one entry each of many rows.
 
         Values may lie on the host or on the device; neither costs a synchronisation. Rows and positions
-        in a device tensor must be valid, since looking at them would wait. Cost: one launch, and a
-        staged copy for each argument that lies on the host. Errors: ArgumentError for an index of another
-        form, values of another length or float values; OutOfRangeError for rows and positions on the
-        host; CaptureError for host values on CUDA.
+        in a device tensor must be valid, since looking at them would wait. Cost: that of
+        `DeviceTable.write_at`. Errors: ArgumentError for an index of another form, values of another length
+        or float values; OutOfRangeError for rows and positions on the host; CaptureError for host values on
+        CUDA.
         """
         if not isinstance(index, tuple) or len(index) != 2:
             raise ArgumentError("index: give (row, slice(a, b)) or (rows, positions)")
         row, where = index
         if isinstance(where, slice):
-            self._write_run(row, where, values)
+            rows, positions = self._run(row, where)
         else:
-            self._write_entries(row, where, values)
+            rows = self._ids(row, "index[0]", 0, self.size)
+            positions = self._ids(where, "index[1]", 0, self.max_context_len - 1)
+        new = self._ids(values, "values", -(2**31), 2**31 - 1)
+        if isinstance(where, slice) and new.shape[0] != positions.shape[0]:
+            raise ArgumentError(
+                f"values: give one slot per position of the slice, {positions.shape[0]}, not {new.shape[0]}"
+            )
+        sizes = [rows.shape[0], positions.shape[0], new.shape[0]]
+        n = max(sizes) if all(sizes) else 0
+        if any(size not in (1, n) for size in sizes):
+            raise ArgumentError(f"index and values: {sizes} rows, positions and values do not fit together")
+        self._table.write_at(rows, positions, new)
 
-    def _write_run(self, row: Any, where: slice, values: Any) -> None:
-        at = host_ids(row, "row")
+    def _run(self, row: Any, where: slice) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The row and the positions of (row, slice(a, b))."""
+        at = host_ids(row, "index[0]")
         if at.size != 1:
             raise ArgumentError("index: a slice goes with one row")
-        require_range(at, 0, self.size, "row", "rows")
-        begin, end = self._bounds(where)
-        new = self._values(values)
-        if new.numel() != end - begin:
-            raise ArgumentError(
-                f"values: give {end - begin} slots for positions {begin} to {end}, not {new.numel()}"
-            )
-        with self._lock:
-            self.req_to_token[int(at[0]), begin:end] = new
-
-    def _bounds(self, where: slice) -> tuple[int, int]:
-        begin = number(0 if where.start is None else where.start, "position")
-        end = number(self.max_context_len if where.stop is None else where.stop, "position")
-        if number(1 if where.step is None else where.step, "step") != 1:
+        require_range(at, 0, self.size, "index[0]", "rows")
+        begin = number(0 if where.start is None else where.start, "index[1]")
+        end = number(self.max_context_len if where.stop is None else where.stop, "index[1]")
+        if number(1 if where.step is None else where.step, "index[1]") != 1:
             raise ArgumentError("index: give a slice without a step")
         if end > self.max_context_len or begin > end:
             raise ArgumentError(
                 f"index: the slice leaves positions 0 to {self.max_context_len}, or ends before it begins"
             )
-        return begin, end
+        return at, np.arange(begin, end)
 
-    def _write_entries(self, rows: Any, positions: Any, values: Any) -> None:
-        where = (
-            self._staging.send_ids(rows, "rows", 0, self.size).long(),
-            self._staging.send_ids(positions, "positions", 0, self.max_context_len - 1).long(),
-        )
-        new = self._values(values)
-        sizes = [len(where[0]), len(where[1]), len(new)]
-        if any(size not in (1, max(sizes)) for size in sizes):
-            raise ArgumentError(f"rows, positions and values: {sizes} entries do not fit together")
-        with self._lock:
-            self.req_to_token.index_put_(where, new)
-
-    def _values(self, values: Any) -> torch.Tensor:
-        new = self._staging.send_ids(values, "values", -(2**31), 2**31 - 1).to(torch.int32)
-        # A view of the matrix itself is read before it is written.
-        is_own = new.untyped_storage().data_ptr() == self.req_to_token.untyped_storage().data_ptr()
-        return new.clone() if is_own else new
+    def _ids(self, ids: Any, name: str, low: int, high: int) -> Any:
+        """Ids that `DeviceTable.write_at` takes: on the device as they are, else checked, on the host."""
+        if is_unread(ids, self._staging.device):
+            return unread_ids(ids, name)
+        host = host_ids(ids, name)
+        require_range(host, low, high, name, "valid ids")
+        return host
 
     def clear(self) -> None:
         """Make every row free; what was written stays. O(rows / 64)."""
@@ -463,8 +472,8 @@ class GDNPool:
         if dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise ConfigError(f"dtype: give float16, bfloat16 or float32, not {dtype}")
         parts = {
-            "recurrent": StatePart((self.num_v_heads, self.head_v_dim, self.head_k_dim), torch.float32),
-            "conv": StatePart((self.conv_dim, self.conv_kernel_size - 1), dtype),
+            "recurrent": StateSpec((self.num_v_heads, self.head_v_dim, self.head_k_dim), torch.float32),
+            "conv": StateSpec((self.conv_dim, self.conv_kernel_size - 1), dtype),
         }
         self._pool = StatePool(self.max_reqs + self.max_track_slots, self.num_gdn_layers, parts, device)
         self._tracks = FreeList(self.max_track_slots, first_id=self.max_reqs + 1, what="track slots")
@@ -481,16 +490,24 @@ class GDNPool:
 
     def get_layer_state(self, gdn_layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of a layer's recurrent and convolution states. O(1). Errors: ArgumentError."""
-        layer = self._pool.layer(gdn_layer_idx)
+        layer = self._pool.layer(layer_number(gdn_layer_idx, self.num_gdn_layers, "gdn_layer_idx"))
         return layer["recurrent"], layer["conv"]
 
     def reset_states(self, req_pool_indices: AnyIds) -> None:
         """Zero rows in all layers. Cost and errors: `StatePool.reset`."""
-        self._pool.reset(req_pool_indices)
+        try:
+            self._pool.reset(req_pool_indices)
+        except UsageError as error:
+            in_words(error, rows="req_pool_indices")
+            raise
 
     def copy_states(self, src_index: AnyIds, dst_index: AnyIds) -> None:
         """Copy rows to other rows, working or track. Cost and errors: `StatePool.copy`."""
-        self._pool.copy(src_index, dst_index)
+        try:
+            self._pool.copy(src_index, dst_index)
+        except UsageError as error:
+            in_words(error, source="src_index", target="dst_index")
+            raise
 
     def alloc_track_slot(self) -> int | None:
         """The lowest free track slot, or None; the caller holds it. O(1)."""
@@ -501,11 +518,15 @@ class GDNPool:
 
     def free_track_slot(self, slot: int) -> None:
         """Give a track slot back. O(1). Errors: NotHeldError, OutOfRangeError, ArgumentError."""
-        self._tracks.free([slot])
+        try:
+            self._tracks.free([slot])
+        except UsageError as error:
+            of_one(error, "slot")
+            raise
 
     def mem_bytes(self) -> int:
         """Bytes of both states, padding and track slots included. O(1)."""
-        return self._pool.mem_bytes()
+        return self._pool.memory_bytes()
 
     def check(self) -> None:
         """Verify invariants 1 to 4, 6 and 7. Cost: a walk over all of it. Errors: InvariantError."""

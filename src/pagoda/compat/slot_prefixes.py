@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pagoda.compat._words import in_words
 from pagoda.compat.tokens import HostTokens, host_tokens, require_range
-from pagoda.errors import ArgumentError, CapacityError, InvariantError, OutOfRangeError
-from pagoda.layout.numbers import count
-from pagoda.pools.arguments import AnyIds, number
-from pagoda.tree import Lease, PrefixTree
+from pagoda.errors import ArgumentError, CapacityError, InvariantError, OutOfRangeError, UsageError
+from pagoda.layout._numbers import count
+from pagoda.pools._arguments import AnyIds, number
+from pagoda.tree import Lease, Match, PrefixTree
 
 __all__ = ["PrefixCacheManager"]
 
@@ -68,7 +69,7 @@ class PrefixCacheManager:
         if tokens.size == 0:
             return
         with self._lock:
-            lease = self._tree.lock(self._tree.match(tokens))
+            lease = self._tree.lock(self._match(tokens))
             try:
                 new = tokens[lease.length :]
                 present = self._tree.insert(new, _columns(entry, new.size), lease).present
@@ -89,7 +90,7 @@ class PrefixCacheManager:
         """
         tokens = host_tokens(token_ids, "token_ids")
         with self._lock:
-            found = self._tree.match(tokens)
+            found = self._match(tokens)
             with self._tree.lock(found) as lease:
                 length = lease.length  # shorter, if a finalizer evicted in between
         if length == 0:
@@ -107,7 +108,7 @@ class PrefixCacheManager:
         tokens = host_tokens(token_ids, "token_ids")
         if not callable(getattr(slots, "version", None)):
             raise ArgumentError(f"slots: give a SlotAllocator, not {type(slots).__name__}")
-        entries = np.stack(self._tree.match(tokens).columns) - 1  # [2, found]: slots, versions
+        entries = np.stack(self._match(tokens).columns) - 1  # [2, found]: slots, versions
         # Where the slot or its version changes; each stretch is asked about once, the longest first, and
         # without our lock: `slots` has one of its own, and a finalizer under that may call us.
         ends = np.flatnonzero((entries[:, 1:] != entries[:, :-1]).any(axis=0)) + 1
@@ -116,9 +117,16 @@ class PrefixCacheManager:
                 break
             slot, version = entries[:, length - 1].tolist()
             if _is_current(slots, slot, version):
-                with self._lock, self._tree.lock(self._tree.match(tokens[:length])):
+                with self._lock, self._tree.lock(self._match(tokens[:length])):
                     return length, slot, version
         return MISS
+
+    def _match(self, tokens: HostTokens) -> Match:
+        try:
+            return self._tree.match(tokens)
+        except UsageError as error:
+            in_words(error, tokens="token_ids")
+            raise
 
     def pin(self, token_ids: AnyIds) -> None:
         """Add a reference to a sequence, which keeps it from being evicted; nothing if it is not cached.
@@ -127,7 +135,7 @@ class PrefixCacheManager:
         """
         tokens = host_tokens(token_ids, "token_ids")
         with self._lock:
-            found = self._tree.match(tokens)
+            found = self._match(tokens)
             if tokens.size == 0 or found.length < tokens.size:
                 return
             lease = self._tree.lock(found)
@@ -197,7 +205,7 @@ class PrefixCacheManager:
         caches = _require_caches(kv_cache, num_layers)
         for cache in caches:
             _require_slot(target, cache, "target_slot")
-        found = self._tree.match(tokens)
+        found = self._match(tokens)
         if tokens.size == 0 or found.length < tokens.size:
             return
         slot = int(found.columns[0][-1]) - 1

@@ -1,14 +1,16 @@
-"""`SlotAllocator`: one fixed slot a sequence, in a cache that the caller owns."""
+"""`SlotAllocator`: one fixed slot per sequence, in a cache that the caller owns."""
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 
-from pagoda.errors import CapacityError, InvariantError
+from pagoda.errors import AlreadyHeldError, CapacityError, InvariantError, NotHeldError
 from pagoda.ids import FreeList
-from pagoda.layout.numbers import count
+from pagoda.layout._numbers import count
+from pagoda.pools._arguments import one_id
 
 __all__ = ["SlotAllocator"]
 
@@ -44,25 +46,36 @@ class SlotAllocator:
             return slot
 
     def occupy(self, idx: int) -> None:
-        """Take a given free slot, its version unchanged. O(1). Errors: AlreadyHeldError, OutOfRangeError."""
+        """Take a given free slot, its version unchanged.
+
+        Errors: AlreadyHeldError, OutOfRangeError, ArgumentError.
+        """
         with self._lock:
-            self._slots.take([idx])
+            slot = self._slot(idx)
+            if not self._slots.is_free(slot):
+                raise AlreadyHeldError(f"idx = {slot} is taken: free it first", slot, 0)
+            self._slots.take([slot])
 
     def free(self, idx: int) -> None:
-        """Give a slot back. O(1). Errors: NotHeldError, OutOfRangeError, ArgumentError."""
+        """Give a slot back. Errors: NotHeldError, OutOfRangeError, ArgumentError."""
         with self._lock:
-            self._slots.free([idx])
+            slot = self._slot(idx)
+            if self._slots.is_free(slot):
+                raise NotHeldError(f"idx = {slot} is free: it was freed before, or never allocated", slot, 0)
+            self._slots.free([slot])
 
     def is_free(self, idx: int) -> bool:
-        """Whether a slot can be allocated. O(1). Errors: OutOfRangeError."""
+        """Whether a slot can be allocated. Errors: OutOfRangeError, ArgumentError."""
         with self._lock:
-            return self._slots.is_free(idx)
+            return self._slots.is_free(self._slot(idx))
 
     def version(self, idx: int) -> int:
-        """How often `alloc` has handed this slot out. O(1). Errors: OutOfRangeError."""
+        """How often `alloc` has handed this slot out. Errors: OutOfRangeError, ArgumentError."""
         with self._lock:
-            self._slots.is_free(idx)  # raises for a slot that is not there
-            return int(self._versions[int(idx)])
+            return int(self._versions[self._slot(idx)])
+
+    def _slot(self, idx: Any) -> int:
+        return one_id(idx, "idx", 0, self.max_slots - 1, "slots")
 
     def check(self) -> None:
         """Verify invariants 1 to 4 and 9. Cost: a walk over all of it. Errors: InvariantError."""

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 
 from pagoda.errors import ArgumentError
-from pagoda.pools.arguments import AnyIds, host_ids
-from pagoda.pools.arguments import require_range as require_wide_range
+from pagoda.pools._arguments import AnyIds, host_ids
+from pagoda.pools._arguments import require_range as require_wide_range
 
 __all__ = ["HostTokens", "host_pages", "host_tokens", "require_range", "slots_of_pages", "write_slots"]
 
@@ -50,7 +50,7 @@ def host_pages(slots: AnyIds, num_tokens: int, page_size: int, name: str) -> npt
     """
     host = host_tokens(slots, name)
     if host.size != num_tokens:
-        raise ArgumentError(f"{name}: give one slot a token, {num_tokens} in all, not {host.size}")
+        raise ArgumentError(f"{name}: give one slot per token of input_ids, {num_tokens}, not {host.size}")
     # The page behind the last one has slots of int32 too: the tree calls a page by its number + 1.
     require_range(host, 0, 2**31 - 1 - page_size, name, "slots")
     if page_size == 1:

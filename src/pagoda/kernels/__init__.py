@@ -1,25 +1,20 @@
-"""Moving keys, values and pages. In: tensors and ids; out: tensors.
+"""Moving keys, values, pages and entries. In: tensors and ids; out: tensors.
 
-Each operation stands twice: a torch reference (`reference`), which says what is right and serves
-the CPU, and a Triton kernel (`fused`), which serves CUDA. This module picks one; nothing else does.
-Both agree bit for bit. Ids outside the pool are never written: a kernel cannot raise without
-reading back, so the pools check ids that they get on the host.
+Each operation is declared once and implemented twice: a torch reference says what is right and serves the
+CPU, a Triton kernel serves CUDA, and both agree bit for bit. Ids outside the pool are never written: a kernel
+cannot raise without reading back, so the pools check ids that they get on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 
 import torch
 
-from pagoda.errors import ConfigError
-from pagoda.kernels import reference
-from pagoda.kernels.reference import FP8_DTYPES
-from pagoda.kernels.regions import Regions
+from pagoda.kernels import _reference as reference
+from pagoda.kernels._dispatch import on_device, operation, triton_module
+from pagoda.kernels._reference import FP8_DTYPES
+from pagoda.kernels._regions import Regions
 
 __all__ = [
     "FP8_DTYPES",
@@ -28,123 +23,90 @@ __all__ = [
     "fill_rows",
     "on_device",
     "pack",
-    "pick",
-    "pick_batch",
-    "set_entries",
+    "set_table",
     "store",
+    "triton_module",
     "unpack",
     "write_table",
 ]
 
 
-_HERE = nullcontext()
-
-
-def pick(on_gpu: str, plain: ModuleType, device: torch.device) -> ModuleType:
-    """The module whose functions serve a device: on CUDA that of Triton kernels, by name, else the reference.
-
-    Errors: ConfigError where triton is missing.
-    """
-    return _fused(on_gpu) if device.type == "cuda" else plain
-
-
-@cache
-def _fused(name: str) -> ModuleType:
-    try:
-        return import_module(f"pagoda.kernels.{name}")
-    except ModuleNotFoundError as missing:  # plain indexing would be right, at a quarter of the speed
-        raise ConfigError("pools and views on CUDA need triton: pip install 'pagoda-kv[triton]'") from missing
-
-
-def pick_batch(device: torch.device) -> ModuleType:
-    """The kernels that fill a batch on a CUDA device. On a CPU native code does. Errors: as `pick`."""
-    return _fused("batch_fused")
-
-
-def _for(tensor: torch.Tensor) -> ModuleType:
-    return pick("fused", reference, tensor.device)
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a CUDA device the current one, which is where Triton launches and streams are looked up."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _HERE
-    return torch.cuda.device(device)
-
-
+@operation("_store_fused", reference)
 def store(
     slots: torch.Tensor,  # [n] int32 or int64
-    keys: torch.Tensor,  # [..., ...] n rows of the width of k_pool's
-    values: torch.Tensor | None,
+    keys: torch.Tensor,  # [..., ...] n rows as wide as those of k_pool
+    values: torch.Tensor | None,  # [..., ...] n rows as wide as those of v_pool
     k_pool: torch.Tensor,  # [num_slots, heads, dim] contiguous
-    v_pool: torch.Tensor | None,
+    v_pool: torch.Tensor | None,  # [num_slots, heads, dim] contiguous
     k_scale: float,
     v_scale: float,
-) -> None:
+) -> torch.Tensor:
     """Write row i of keys and values to slot slots[i] of the pools, in one launch.
 
-    Values are cast to the pool's dtype; for fp8 they are divided by the scale first and saturate.
-    A slot outside the pool is not written. Of rows with one slot, any one may win.
+    Numbers are cast to the pool's dtype. For fp8 they are divided by the scale first; what is too large, and
+    infinity, becomes the largest number of its sign; NaN stays NaN. A slot outside the pool is not written.
+    If several rows have the same slot, any of them may win.
     """
-    with on_device(k_pool.device):
-        _for(k_pool).store(slots, keys, values, k_pool, v_pool, k_scale, v_scale)
+    return k_pool
 
 
+@operation("_pages_fused", reference)
 def pack(
     page_ids: torch.Tensor, buffers: Sequence[torch.Tensor], addresses: torch.Tensor, out: torch.Tensor
-) -> None:
+) -> torch.Tensor:
     """Copy pages of all buffers into `out`, in one launch.
 
-    page_ids: [n] int32 or int64. buffers: each [num_pages, page_bytes_b] uint8. addresses: [buffers] int64,
-    where each begins, on their device. out: [n, sum of page_bytes_b] uint8: a page of every buffer
-    side by side.
+    page_ids: [n] int32 or int64. buffers: [num_pages, page_bytes_b] uint8 each. addresses: [buffers] int64,
+    where each begins, on their device. out: [n, sum of page_bytes_b] uint8, one page of every buffer side by
+    side.
     """
-    with on_device(out.device):
-        _for(out).pack(page_ids, buffers, addresses, out)
+    return out
 
 
+@operation("_pages_fused", reference)
 def unpack(
     page_ids: torch.Tensor, buffers: Sequence[torch.Tensor], addresses: torch.Tensor, packed: torch.Tensor
-) -> None:
-    """Copy what `pack` gave back into pages of all buffers, in one launch. Arguments as for `pack`."""
-    with on_device(packed.device):
-        _for(packed).unpack(page_ids, buffers, addresses, packed)
+) -> torch.Tensor:
+    """Copy what `pack` wrote back into pages of all buffers, in one launch. Arguments as for `pack`."""
+    return packed
 
 
+@operation("_pages_fused", reference)
 def copy_pages(
     source: torch.Tensor, target: torch.Tensor, buffers: Sequence[torch.Tensor], addresses: torch.Tensor
-) -> None:
+) -> torch.Tensor:
     """Copy page source[i] of all buffers to page target[i], in one launch.
 
     source, target: [n] int32 or int64; no page is both, since the launch reads and writes in no order.
-    buffers and addresses as for `pack`. A pair with a page outside the pool is not copied. Of pairs with
-    one target any may win.
+    buffers and addresses as for `pack`. A pair with a page outside the pool is not copied. If several pairs
+    have the same target, any of them may win.
     """
-    with on_device(buffers[0].device):
-        _for(buffers[0]).copy_pages(source, target, buffers, addresses)
+    return buffers[0]
 
 
-def write_table(packed: torch.Tensor, places: int, values: int, num_writes: int, table: torch.Tensor) -> None:
+@operation("_fused", reference)
+def write_table(
+    packed: torch.Tensor, places: int, values: int, num_writes: int, table: torch.Tensor
+) -> torch.Tensor:
     """Set place packed[places + i] of a flat table to packed[values + i], for each write i, in one launch.
 
     packed: [n] int32, aligned to nothing. table: [num_places] int32, contiguous. A place outside the table is
-    not written. Of values for one place any may win.
+    not written. If several values have the same place, any of them may win.
     """
-    with on_device(table.device):
-        _for(table).write_table(packed, places, values, num_writes, table)
+    return table
 
 
-def fill_rows(regions: Regions, row: int) -> None:
+@operation("_fused", reference)
+def fill_rows(regions: Regions, row: int) -> torch.Tensor:
     """Fill row `row` of each tensor with its value, in one launch that carries all of it: nothing is sent."""
-    with on_device(regions.table.device):
-        _for(regions.table).fill_rows(regions, row)
+    return regions.table
 
 
-def set_entries(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> None:
+@operation("_fused", reference)
+def set_table(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> torch.Tensor:
     """Set entry `at` of a flat table to `value` and entry `other_at` to `other`, in one launch that carries
     all of it: nothing is sent.
 
     table: [entries] int32, contiguous. Places are in the table.
     """
-    with on_device(table.device):
-        _for(table).set_entries(table, at, value, other_at, other)
+    return table

@@ -1,25 +1,24 @@
 """Entries of compressed attention and of windows: written quantised, read back as numbers.
 
 In: tokens of a batch, their values, the bytes of pools; out: bytes, or the caller's tensors, filled. How the
-numbers of an entry become bytes is a `Codec`, read off its layout. A torch reference (`entries_reference`)
-says what is right and serves the CPU, a Triton kernel (`entries_fused`) serves CUDA; this module picks one.
-Both agree bit for bit, but for which NaN a NaN is. Nothing is made and nothing waits, so that every call can
-be captured once one like it, of a token a request or of more, has compiled it. Ids out of range, which a
-kernel cannot raise for, are neither read nor written.
+numbers of an entry become bytes is a `Codec`, read off its layout. Reference and kernel agree bit for bit,
+except which NaN a NaN is. Nothing is allocated and nothing waits, so every call can be captured once a
+similar one, with one token per request or with more, has compiled it. Ids out of range, which a kernel cannot
+raise for, are neither read nor written.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
 from pagoda.errors import ConfigError
-from pagoda.kernels import entries_reference, on_device, pick
-from pagoda.layout.entries import DTYPES, Entry
+from pagoda.kernels import _entries_reference as entries_reference
+from pagoda.kernels._dispatch import operation
+from pagoda.layout._entries import DTYPES, Entry
 
 __all__ = [
     "Codec",
@@ -64,8 +63,9 @@ class Codec:
     power of two, that share a scale if they have one, then `rope_dim` in another.
 
     An entry is `data_bytes` long, its scales `scale_bytes`; they lie behind the data of all entries of
-    its page. A scale is float32, or the exponent of a power of two: the least with which the largest of
-    the block fits. fp8 saturates and keeps a NaN; in fp4, which has none, it becomes the largest number."""
+    its page. A scale is float32, or the exponent of a power of two: the least with which the largest finite
+    number of the block fits. Infinity saturates and NaN stays NaN (in fp4, which has none, it becomes the
+    largest number): neither changes the scale."""
 
     flat_dim: int
     rope_dim: int
@@ -154,24 +154,21 @@ class Codec:
         return _LARGEST[self.flat_dtype][1]
 
 
-def _for(tensor: torch.Tensor) -> ModuleType:
-    return pick("entries_fused", entries_reference, tensor.device)
-
-
+@operation("_entries_fused", entries_reference)
 def store_window(
     codec: Codec,
     tokens: Tokens,
     values: torch.Tensor,  # [T, dim]
     ring: Ring,
-) -> None:
+) -> torch.Tensor:
     """Write each token's entry to place position % R of its row's ring, and the position beside it.
 
     Of a request's tokens only the last R are written, so that none is written over within a call. One launch.
     """
-    with on_device(ring.data.device):
-        _for(ring.data).store_window(codec, tokens, values, ring)
+    return ring.data
 
 
+@operation("_entries_fused", entries_reference)
 def store_entries(
     codec: Codec,
     tokens: Tokens,
@@ -180,15 +177,15 @@ def store_entries(
     table: torch.Tensor,  # [num_rows + 1, columns] int32: blocks of each row; below 1 is none
     pages: torch.Tensor,  # [num_blocks + 1, page_bytes] uint8
     entries_per_page: int,
-) -> None:
+) -> torch.Tensor:
     """Write the values of each token that ends a block of `ratio` tokens as its row's entry of that block.
 
     The values of other tokens are not read. One launch.
     """
-    with on_device(pages.device):
-        _for(pages).store_entries(codec, tokens, values, ratio, table, pages, entries_per_page)
+    return pages
 
 
+@operation("_entries_fused", entries_reference)
 def gather_chosen(
     codec: Codec,
     tokens: Tokens,
@@ -199,15 +196,15 @@ def gather_chosen(
     entries_per_page: int,
     out: torch.Tensor,  # [T, k, dim] contiguous
     mask: torch.Tensor,  # [T, k] bool
-) -> None:
+) -> torch.Tensor:
     """Read the entries that an indexer chose for each token. One launch.
 
     An index below 0 or not yet visible to the token, and every index of padding, gives zeros and False.
     """
-    with on_device(pages.device):
-        _for(pages).gather_chosen(codec, tokens, ratio, chosen, table, pages, entries_per_page, out, mask)
+    return pages
 
 
+@operation("_entries_fused", entries_reference)
 def gather_all(
     codec: Codec,
     tokens: Tokens,
@@ -217,15 +214,15 @@ def gather_all(
     entries_per_page: int,
     out: torch.Tensor,  # [B, N, dim] contiguous
     lens: torch.Tensor,  # [B] int32
-) -> None:
+) -> torch.Tensor:
     """Read the first N entries of each request, and count all that its last token sees. One launch.
 
     Behind the count there are zeros. A request without tokens in the batch has none.
     """
-    with on_device(pages.device):
-        _for(pages).gather_all(codec, tokens, ratio, table, pages, entries_per_page, out, lens)
+    return pages
 
 
+@operation("_entries_fused", entries_reference)
 def gather_windows(
     codec: Codec,
     tokens: Tokens,
@@ -233,15 +230,15 @@ def gather_windows(
     ring: Ring,
     out: torch.Tensor,  # [T, window, dim] contiguous
     lens: torch.Tensor,  # [T] int32
-) -> None:
+) -> torch.Tensor:
     """Read the window of each token, itself included, oldest first; behind its length zeros. One launch.
 
     A position that the ring does not hold, because a call wrote over it before it was read, gives zeros.
     """
-    with on_device(ring.data.device):
-        _for(ring.data).gather_windows(codec, tokens, window, ring, out, lens)
+    return ring.data
 
 
+@operation("_entries_fused", entries_reference)
 def gather_chunk(
     codec: Codec,
     tokens: Tokens,
@@ -250,12 +247,11 @@ def gather_chunk(
     chunk: torch.Tensor,  # [T, dim]
     out: torch.Tensor,  # [B, window − 1 + Q, dim] contiguous
     lens: torch.Tensor,  # [B] int32
-) -> None:
-    """Read, a request, the window before its tokens and then the tokens themselves, oldest first; behind
-    its length zeros. One launch.
+) -> torch.Tensor:
+    """Read, for each request, the window before its tokens and then the tokens themselves, oldest first;
+    zeros behind its length. One launch.
 
     The window comes from the ring, which has to be written afterwards, so that it may be as small as the
     window however long the chunk; the tokens come from `chunk`, rounded as if they had been stored.
     """
-    with on_device(ring.data.device):
-        _for(ring.data).gather_chunk(codec, tokens, window, ring, chunk, out, lens)
+    return ring.data

@@ -1,8 +1,4 @@
-"""Tokens of all layers, out of a pool. In: slots and the pool's buffers; out: the caller's tensors, filled.
-
-A torch reference (`gather_reference`) says what is right and serves the CPU, a Triton kernel
-(`gather_fused`) serves CUDA; this module picks one. Both agree bit for bit.
-"""
+"""Tokens of all layers, out of a pool. In: slots, the pool's buffers; out: the caller's tensors, filled."""
 
 from __future__ import annotations
 
@@ -10,24 +6,23 @@ from collections.abc import Sequence
 
 import torch
 
-from pagoda.kernels import gather_reference, on_device, pick
+from pagoda.kernels import _gather_reference as gather_reference
+from pagoda.kernels._dispatch import operation
 
 __all__ = ["gather"]
 
 
+@operation("_gather_fused", gather_reference)
 def gather(
     slots: torch.Tensor,  # [n] int32 or int64
     buffers: Sequence[torch.Tensor],  # each [num_pages, page_bytes_b] uint8: K, V, K, V, ... or K alone
     addresses: torch.Tensor,  # [buffers] int64, where each begins, on their device
-    page_size: int,
-    outs: Sequence[torch.Tensor],  # one a buffer, contiguous, n rows of page_bytes_b / page_size bytes
+    page_tokens: int,
+    outs: Sequence[torch.Tensor],  # one per buffer, contiguous, n rows of page_bytes_b / page_tokens bytes
     out_addresses: torch.Tensor,  # [buffers] int64, where each begins, on the buffers' device
-) -> None:
+) -> torch.Tensor:
     """Copy the row of slot slots[i] of every buffer to row i of its output, in one launch.
 
     A slot outside of the buffers gives zeros. No output overlaps another or a buffer.
     """
-    with on_device(addresses.device):
-        pick("gather_fused", gather_reference, addresses.device).gather(
-            slots, buffers, addresses, page_size, outs, out_addresses
-        )
+    return addresses

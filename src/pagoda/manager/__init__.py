@@ -1,13 +1,13 @@
-"""From requests to deltas. In: tokens of requests; out: rows, hits, and what one step computes and changes, as
-plain arrays.
+"""From requests to deltas. In: tokens of requests; out: rows, hits, and what one step computes and changes,
+as plain arrays.
 
 Plans and never touches a tensor; knows no torch. docs/manager.md says exactly what each call does.
 """
 
 from pagoda._native import Admitted, Pending
-from pagoda.manager.delta import Delta
-from pagoda.manager.manager import Manager
-from pagoda.manager.tree import TreeView
-from pagoda.manager.values import GroupStats, Stats
+from pagoda.manager._delta import Delta
+from pagoda.manager._manager import Manager
+from pagoda.manager._tree import TreeView
+from pagoda.manager._values import GroupStats, Stats
 
 __all__ = ["Admitted", "Delta", "GroupStats", "Manager", "Pending", "Stats", "TreeView"]

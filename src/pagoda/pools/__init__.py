@@ -1,20 +1,20 @@
 """The tensors that hold keys, values and states. In: layouts, deltas; out: tensors.
 
-`Pools` are the pools and tables of one rank, which follow a manager's deltas; `Pools.batch` is what kernels read
-about a step, `Pools.layer` a layer of the model. `TokenPool` holds keys and values by slot, `EntryPool` pages of
-entries as bytes, `StatePool` states of running requests, `DeviceTable` a matrix of ids, and `Staging` carries host
-arrays to a device without waiting for it. Tensors are made once and never move; nothing here reads one back.
-Invariants 6 and 7.
+`Pools` are the pools and tables of one rank, which follow a manager's deltas; `Pools.batch` is what kernels
+read about a step, `Pools.layer` a layer of the model. `TokenPool` holds keys and values by slot, `EntryPool`
+pages of entries as bytes, `StatePool` states of running requests, `DeviceTable` a matrix of ids, and
+`Staging` carries host arrays to a device without waiting for it. Tensors are made once and never move;
+nothing here reads one back. Invariants 6 and 7.
 """
 
 from pagoda.pools._batch import Batch, GroupBatch, HostBatch
+from pagoda.pools._entries import EntryPool
+from pagoda.pools._kv import TokenPool
 from pagoda.pools._layer import Layer
-from pagoda.pools.entries import EntryPool
-from pagoda.pools.kv import TokenPool
-from pagoda.pools.rank import Pools
-from pagoda.pools.staging import Staging
-from pagoda.pools.state import StatePart, StatePool
-from pagoda.pools.table import DeviceTable
+from pagoda.pools._rank import Pools
+from pagoda.pools._staging import Staging
+from pagoda.pools._state import StatePool, StateSpec
+from pagoda.pools._table import DeviceTable
 
 __all__ = [
     "Batch",
@@ -25,7 +25,7 @@ __all__ = [
     "Layer",
     "Pools",
     "Staging",
-    "StatePart",
     "StatePool",
+    "StateSpec",
     "TokenPool",
 ]

@@ -1,8 +1,9 @@
-"""What kernels read about a step. In: a delta that was applied; out: fixed buffers, on the device and on the host.
+"""What kernels read about a step. In: a delta that was applied; out: fixed buffers, on the device and on the
+host.
 
-Every buffer is declared here, once. On CUDA two launches fill them from the device's tables; on a CPU, and for
-back ends that want the numbers on the host, native code fills them from the host's. Both agree in every number.
-Buffers never move: captured graphs keep their addresses. Invariant 6.
+Every buffer is declared here, once. On CUDA two launches fill them from the device's tables; on a CPU, and
+for back ends that want the numbers on the host, native code fills them from the host's. Both agree in every
+number. Buffers never move: captured graphs keep their addresses. Invariant 6.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pagoda._native import Rank
 from pagoda.errors import ArgumentError, ConfigError, InvariantError, StaleError
 from pagoda.layout import PagedGroup
 from pagoda.manager import Delta
-from pagoda.pools.arguments import filled, require_buffer
+from pagoda.pools._arguments import filled, require_buffer
 
 __all__ = ["Batch", "BatchBuffers", "GroupBatch", "HostBatch"]
 
@@ -27,7 +28,7 @@ Array = TypeVar("Array", torch.Tensor, npt.NDArray[Any])
 
 
 class Declared(NamedTuple):
-    """A buffer: `length` counts rows or tokens of the batch, or page indices; `extra` more; `wide` is a matrix."""
+    """A buffer. `length`: one entry per row, token or page index of the batch, and `extra` more."""
 
     length: str
     dtype: torch.dtype
@@ -67,12 +68,12 @@ class Geometry(NamedTuple):
     @property
     def window(self) -> int:
         # Sinks are read however far the window is: such rows are listed whole. No row is longer than 2^31.
-        if self.group.window is None or self.group.pages.sink_tokens:
+        if self.group.window is None or self.group.storage.sink_tokens:
             return 0
         return min(self.group.window, 2**31)
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     rows: int
     tokens: int
 
@@ -106,7 +107,7 @@ class BatchBuffers:
         self._at = self.addresses()
         self._host: dict[str, npt.NDArray[Any]] | None = None
         if device.type == "cuda":
-            fused = kernels.pick_batch(device)
+            fused = kernels.triton_module("_batch_fused")
             with kernels.on_device(device):
                 self._prepared = fused.prepare(
                     [
@@ -146,11 +147,11 @@ class BatchBuffers:
         packed: npt.NDArray[np.int32],
         sent: torch.Tensor | None,
         found: tuple[int, int, int, int],
-        padded: _Sizes,
+        padded: Sizes,
         table: torch.Tensor,
         rank: Rank,
     ) -> None:
-        """Fill the buffers of the device. `found`: rows of the step, and where rows, lengths and starts begin."""
+        """Fill the buffers of the device. `found`: rows of the step; where rows, lengths, starts begin."""
         if self.device.type == "cpu":
             rank.fill(packed, *padded, self._at)
             return
@@ -158,7 +159,7 @@ class BatchBuffers:
         if sent is None:  # a delta without anything was not sent, and nothing of it is read
             sent = table
         with kernels.on_device(self.device):
-            kernels.pick_batch(self.device).fill(
+            kernels.triton_module("_batch_fused").fill(
                 self._prepared,
                 table,
                 table.shape[0] // sum(geometry.max_pages for geometry in self.geometries.values()),
@@ -170,7 +171,7 @@ class BatchBuffers:
             )
 
     def fill_host(
-        self, packed: npt.NDArray[np.int32], padded: _Sizes, rank: Rank
+        self, packed: npt.NDArray[np.int32], padded: Sizes, rank: Rank
     ) -> dict[str, npt.NDArray[Any]]:
         """The same on the host, in arrays that are made once."""
         if self.device.type == "cpu":
@@ -196,7 +197,7 @@ class _Views(Generic[Array]):
     """Views of buffers, cut to the rows and tokens of one step when they are asked for."""
 
     def __init__(
-        self, buffers: BatchBuffers, arrays: Mapping[str, Array], padded: _Sizes, prefix: str = ""
+        self, buffers: BatchBuffers, arrays: Mapping[str, Array], padded: Sizes, prefix: str = ""
     ) -> None:
         self._buffers, self._padded, self._prefix = buffers, padded, prefix
         self._arrays: Mapping[str, Array] = arrays
@@ -206,8 +207,8 @@ class _Views(Generic[Array]):
         whole = self._arrays[self._prefix + name]
         if what.length == "indices":
             return whole
-        view: Array = whole[: getattr(self._padded, what.length) + what.extra]
-        return view
+        n = self._padded.rows if what.length == "rows" else self._padded.tokens
+        return whole[: n + what.extra]
 
 
 class GroupBatch(_Views[Array]):
@@ -215,18 +216,21 @@ class GroupBatch(_Views[Array]):
 
     ::
 
-        slot_mapping   [tokens] int64       where each token is stored, page id * page_tokens + offset; padding −1
-        page_table     [rows, width] int32  column c is the page of tokens c * page_tokens …; 0 where there is
-                                            none, or no query reads it
+        slot_mapping   [tokens] int64       where each token is stored: page id * page_tokens + offset;
+                                            padding −1
+        page_table     [rows, width] int32  column c is the page of tokens c * page_tokens …; 0 where there
+                                            is none, or no query reads it
         indptr         [rows + 1] int32     row i lists indices[indptr[i]] to indices[indptr[i + 1]]
-        indices        [max_indices] int32  pages of all rows, one after the other; stale behind indptr[−1]
+        indices        [max_indices] int32  pages of all rows, one after the other; stale behind
+                                            indptr[−1]
         last_page_len  [rows] int32         tokens of the last page of a list; 0 for an empty one
         begins         [rows] int32         position of the first token of a list
 
-    Pages are the kernel's: those of the group, or of `kernel_page_tokens` tokens, which divide them. Slots are
-    the same in both. A window group lists only what a query of the step reads: begins[i] is where the page of
-    token max(0, lengths[i] − queries − window + 1) begins. Back ends that align queries to the end of the keys
-    (FlashInfer) count both from there, so that distances, the causal mask and `window_left` are what they were.
+    Pages are the kernel's: those of the group, or of `kernel_page_tokens` tokens, which divide them. Slots
+    are the same in both. A window group lists only what a query of the step reads: begins[i] is where the
+    page of token max(0, lengths[i] − queries − window + 1) begins. Back ends that align queries to the end of
+    the keys (FlashInfer) count both from there, so that distances, the causal mask and `window_left` are what
+    they were.
     """
 
     @property
@@ -294,7 +298,9 @@ class _Rows(_Views[Array]):
 
     @property
     def lengths(self) -> Array:
-        """[rows] int32: tokens of each row once the step is computed; padding 0. FlashAttention's `cache_seqlens`."""
+        """[rows] int32: tokens of each row once the step is computed; padding 0. FlashAttention's
+        `cache_seqlens`.
+        """
         return self._view("lengths")
 
     @property
@@ -329,7 +335,7 @@ class Batch(_Rows[torch.Tensor]):
     def __init__(
         self,
         buffers: BatchBuffers,
-        padded: _Sizes,
+        padded: Sizes,
         num_rows: int,
         num_tokens: int,
         delta: Delta,

@@ -9,7 +9,7 @@ import torch
 from pagoda.errors import ArgumentError
 from pagoda.layout import PagedGroup
 from pagoda.pools._batch import Batch
-from pagoda.pools.kv import TokenPool
+from pagoda.pools._kv import TokenPool
 
 __all__ = ["Layer"]
 

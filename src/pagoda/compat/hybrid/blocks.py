@@ -1,54 +1,96 @@
-"""Who has which block of a group of layers: `BlockTable`."""
+"""Who has which block of a group of layers: `BlockTable`, and `GroupBlocks`, its allocator for callers."""
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from pagoda import kernels
-from pagoda.errors import CapacityError, ConfigError, InvariantError
+from pagoda.compat.blocks import BlockAllocator
+from pagoda.errors import CapacityError, ConfigError, InvariantError, NotHeldError
 from pagoda.ids import FreeList
-from pagoda.pools.arguments import filled
+from pagoda.pools import DeviceTable, Staging
+from pagoda.pools._arguments import AnyIds, host_ids
 
-__all__ = ["BlockTable"]
+__all__ = ["BlockTable", "GroupBlocks"]
+
+
+class GroupBlocks(BlockAllocator):
+    """The blocks of one group of layers, 1 … num_total_blocks: those of requests and those of callers.
+
+    A request's blocks come from `KVCacheManager.allocate_block` and go back with `release_request`; only what
+    was acquired here can be released here.
+    """
+
+    def __init__(self, free: FreeList, staging: Staging, lock: threading.RLock) -> None:
+        self._become(free, staging, staging.device)
+        self._lock = lock
+        self._acquired: set[int] = set()
+
+    @property
+    def acquired(self) -> frozenset[int]:
+        """The blocks that callers have acquired."""
+        return frozenset(self._acquired)
+
+    def acquire_host(self, n: int) -> npt.NDArray[np.int32]:
+        """As `acquire`, but [n] int32 on the host: no device is touched."""
+        with self._lock:
+            blocks = super().acquire_host(n)
+            self._acquired.update(blocks.tolist())
+            return blocks
+
+    def release(self, ids: AnyIds) -> None:
+        """Give acquired blocks back. Errors: as `BlockAllocator.release`; NotHeldError for a request's."""
+        blocks = host_ids(ids, "ids")
+        with self._lock:
+            for at, block in enumerate(blocks.tolist()):
+                if block not in self._acquired and 1 <= block <= self.num_total_blocks:
+                    raise NotHeldError(
+                        f"ids[{at}] = {block} was not acquired here: it is free, or a request's", block, at
+                    )
+            self._blocks.free(blocks)
+            self._acquired.difference_update(blocks.tolist())
 
 
 class BlockTable:
     """Blocks of one group of layers: which are free, which each row has, and a copy of that on the device.
 
     `free` hands out blocks 1 … num_blocks. `table` is [num_rows + 1, max_blocks] int32, −1 where nothing is,
-    `lens` [num_rows + 1] int32, blocks of each row; both are views of one tensor, so that an allocation is
-    one launch, and never move. The host's table is the truth: a row there is ahead of its copy
-    only when a call was interrupted, and the next one makes that good. Not for several threads at once.
+    `lens` [num_rows + 1] int32, blocks of each row; both belong to one `DeviceTable`, so that an allocation
+    is one launch. The host's table is the truth: a row there is ahead of its copy only when a call was
+    interrupted, and the next one makes that good. Not for several threads at once.
 
     Errors: ConfigError for sizes whose places pass 2^31.
     """
 
-    def __init__(
-        self, name: str, num_blocks: int, num_rows: int, max_blocks: int, device: torch.device
-    ) -> None:
+    def __init__(self, name: str, num_blocks: int, num_rows: int, max_blocks: int, staging: Staging) -> None:
         self.name, self.num_rows, self.max_blocks = name, num_rows, max_blocks
-        num_entries = (num_rows + 1) * max_blocks
-        if num_entries + num_rows + 1 >= 2**31:
+        try:
+            self._device = DeviceTable(num_rows, max_blocks, staging.device, staging, empty=-1, has_lens=True)
+        except ConfigError:
             raise ConfigError(
-                f"the {name} table of {num_rows} rows of {max_blocks} blocks passes 2^31 entries: give fewer "
-                "requests or a shorter context"
-            )
+                f"max_concurrent_requests and max_context_tokens: the {name} table of {num_rows} rows of "
+                f"{max_blocks} blocks passes 2^31 entries: give fewer requests or a shorter context"
+            ) from None
         self.free = FreeList(num_blocks, what=f"{name} blocks")
         self._blocks: list[list[int]] = [[] for _ in range(num_rows + 1)]  # of each row
-        # [table entries, then lengths]: int32
-        self._flat = filled((num_entries + num_rows + 1,), torch.int32, device)
-        with torch.inference_mode(False):  # also where it is made under it, it is written outside
-            self.table = self._flat[:num_entries].view(num_rows + 1, max_blocks)
-            self.lens = self._flat[num_entries:]
-            self.table.fill_(-1)
-        self._lens_begin = num_entries
         self._shown = np.zeros(num_rows + 1, dtype=np.int32)  # blocks of each row that the device knows of
         self._fence = 0  # of the latest release
         self._leaving: set[int] = set()  # rows whose release has begun
-        self._address = self._addresses()
+
+    @property
+    def table(self) -> torch.Tensor:
+        """The blocks of every row, [num_rows + 1, max_blocks] int32."""
+        return self._device.tensor
+
+    @property
+    def lens(self) -> torch.Tensor:
+        """How many blocks each row has, [num_rows + 1] int32."""
+        assert self._device.lens is not None
+        return self._device.lens
 
     def num_blocks(self, row: int) -> int:
         """Blocks of a row. O(1)."""
@@ -83,12 +125,8 @@ class BlockTable:
     def _show(self, row: int, blocks: list[int]) -> None:
         """Tell the device about the last blocks of a row and their number: a launch for each, usually one."""
         for n in range(int(self._shown[row]), len(blocks)):
-            self._write(row, n, blocks[n], n + 1)
+            self._device.set(row, n, blocks[n], n + 1)
             self._shown[row] = n + 1
-
-    def _write(self, row: int, n: int, block: int, num_blocks: int) -> None:
-        """Set place n of a row's table, and its length, in one launch."""
-        kernels.set_entries(self._flat, row * self.max_blocks + n, block, self._lens_begin + row, num_blocks)
 
     def _take_back(self, row: int, n: int) -> None:
         """Undo the growth of a row to n + 1 blocks, on the host for certain."""
@@ -98,7 +136,7 @@ class BlockTable:
         self.free.free([blocks.pop()])
         self._shown[row] = min(int(self._shown[row]), n)
         with suppress(Exception):  # where this launch fails, the first one had failed too
-            self._write(row, n, -1, n)
+            self._device.set(row, n, -1, n)
 
     def rows(self) -> list[tuple[torch.Tensor, float]]:
         """What the device knows of rows, and what of a row without blocks. O(1)."""
@@ -127,18 +165,20 @@ class BlockTable:
         if not self._leaving:
             self.free.pass_fence(self._fence)
 
-    def mem_bytes(self) -> int:
-        """Bytes on the device. O(1)."""
-        return self._flat.numel() * self._flat.element_size()
+    def memory_bytes(self) -> int:
+        """Bytes on the device."""
+        return self._device.memory_bytes()
 
-    def check(self, running: list[int]) -> None:
-        """Verify invariants 1 to 6 and 18 while these rows run. Cost: every entry. Errors: InvariantError."""
+    def check(self, running: list[int], acquired: frozenset[int]) -> None:
+        """Verify invariants 1 to 6 and 18 while these rows run and callers hold the acquired blocks.
+
+        Cost: every entry. Errors: InvariantError.
+        """
         self.free.check()
-        if self._addresses() != self._address:
-            raise InvariantError(6, f"the {self.name} table has moved")
-        held = [block for row in running for block in self._blocks[row]]
+        self._device.check()
+        held = [*acquired, *(block for row in running for block in self._blocks[row])]
         if len(set(held)) != len(held):
-            raise InvariantError(18, f"a {self.name} block stands twice in tables")
+            raise InvariantError(18, f"a {self.name} block is duplicated in tables")
         is_free = [self.free.is_free(block) for block in held]
         num_held = sum(self.free.is_held(block) for block in held)
         if any(is_free) or num_held != self.free.num_held:
@@ -152,6 +192,3 @@ class BlockTable:
             raise InvariantError(18, f"a row that does not run has {self.name} blocks")
         if any(self._shown[row] > len(self._blocks[row]) for row in running):
             raise InvariantError(18, f"the device was told of {self.name} blocks that a row does not have")
-
-    def _addresses(self) -> tuple[int, ...]:
-        return self._flat.data_ptr(), self.table.data_ptr(), self.lens.data_ptr()

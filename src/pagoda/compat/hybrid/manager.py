@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from pagoda import kernels
-from pagoda.compat.hybrid.blocks import BlockTable
+from pagoda.compat._words import of_one
+from pagoda.compat.hybrid.blocks import BlockTable, GroupBlocks
 from pagoda.compat.hybrid.budget import compute_block_budget, max_blocks
 from pagoda.compat.hybrid.config import DSV4Config, LayerSpec, read_schedule
 from pagoda.compat.hybrid.handle import LayerCacheHandle
@@ -18,12 +19,12 @@ from pagoda.compat.hybrid.paged import PagedKVPool
 from pagoda.compat.hybrid.schema import LayerCacheSchema, build_schema
 from pagoda.compat.hybrid.state import StateCachePool
 from pagoda.compat.hybrid.tokens import read_tokens
-from pagoda.errors import ArgumentError, ConfigError, InvariantError
+from pagoda.errors import ArgumentError, ConfigError, InvariantError, UsageError
 from pagoda.ids import FreeList
 from pagoda.layout import RingWindow
-from pagoda.layout.numbers import count, show
+from pagoda.layout._numbers import as_integer, count, show
 from pagoda.pools import EntryPool, Staging, StatePool
-from pagoda.pools.arguments import AnyIds, one_id, refuse_capture, resolve_device
+from pagoda.pools._arguments import AnyIds, filled, one_id, refuse_capture, resolve_device
 
 __all__ = ["KVCacheManager"]
 
@@ -34,8 +35,10 @@ class KVCacheManager:
     Layers of one kind form a group: they share one space of block ids, one allocator and one table. Where the
     number of usable blocks is not given, all requests fit at their longest; an explicit 0 is 0. By the number
     of a layer there are `schemas`, `state_pools` and, None where it has no compressed entries, `paged_pools`,
-    `allocators` (the group's `FreeList`), `block_tables` ([rows, logical block] int32, −1 where nothing is)
-    and `block_lens` ([rows] int32).
+    `allocators` (the group's `BlockAllocator`: `acquire` takes blocks that belong to no request, `release`
+    gives them back), `block_tables` ([rows, logical block] int32, −1 where nothing is) and `block_lens`
+    ([rows] int32).
+    `request_slot_map` is [rows] int32 on the device, 1 where a request runs and 0 elsewhere.
 
     Tensors are made once and never move, and none is ever read back. Admission, release and allocation happen
     between captures, handles and what they do inside. Several threads may call it.
@@ -77,11 +80,17 @@ class KVCacheManager:
         self._entries: list[EntryPool] = []
         self._groups: list[BlockTable] = []
         self._make_groups(budget)
+        self.request_slot_map = filled((self.max_concurrent_requests + 1,), torch.int32, self.device)
         rows = [row for states in self._states for row in states.rows()]
         rows += [row for blocks in self._groups for row in blocks.rows()]
-        self._regions = kernels.Regions.of(rows, self.device)
+        self._admission = kernels.Regions.of([*rows, (self.request_slot_map[:, None], 1)], self.device)
+        self._release = kernels.Regions.of([*rows, (self.request_slot_map[:, None], 0)], self.device)
+        self._acquired = {
+            blocks: GroupBlocks(blocks.free, self._staging, self._lock) for blocks in self._groups
+        }
         self.allocators = {
-            layer: None if blocks is None else blocks.free for layer, blocks in self._blocks.items()
+            layer: None if blocks is None else self._acquired[blocks]
+            for layer, blocks in self._blocks.items()
         }
         self.block_tables = {
             layer: None if blocks is None else blocks.table for layer, blocks in self._blocks.items()
@@ -124,7 +133,7 @@ class KVCacheManager:
                 budget[group.name],
                 self.max_concurrent_requests,
                 self.max_blocks_per_request,
-                self.device,
+                self._staging,
             )
             self._entries.append(pool)
             self._groups.append(blocks)
@@ -145,10 +154,19 @@ class KVCacheManager:
     def admit_request(self) -> int:
         """The lowest free row, whose state is that of a new request; the caller's until `release_request`.
 
-        Cost: O(1) on the host; no device is touched. Errors: CapacityError when all are taken; CaptureError.
+        The state is reset here as well as at the release: what was written through a handle of the row's
+        last request since then is gone. Cost: one launch, no synchronisation. Errors: CapacityError when all
+        rows are taken; CaptureError.
         """
         refuse_capture(self.device, "admit_request")
-        return int(self._rows.alloc(1)[0])
+        with self._lock:
+            row = int(self._rows.alloc(1)[0])
+            try:
+                kernels.fill_rows(self._admission, row)
+            except BaseException:
+                self._rows.free([row])
+                raise
+            return row
 
     def release_request(self, slot: int) -> None:
         """Give back a row and all its blocks, and reset its state in all layers.
@@ -162,7 +180,7 @@ class KVCacheManager:
             row = self._held(slot, "slot")
             for blocks in self._groups:
                 blocks.forget(row)
-            kernels.fill_rows(self._regions, row)
+            kernels.fill_rows(self._release, row)
             for taken in self._taken.values():
                 taken[row] = 0
             for blocks in self._groups:
@@ -223,7 +241,8 @@ class KVCacheManager:
     def memory_bytes(self) -> int:
         """Bytes of all pools and tables on the device, padding included. O(layers)."""
         return sum(
-            sum(part.mem_bytes() for part in parts) for parts in (self._states, self._entries, self._groups)
+            sum(part.memory_bytes() for part in parts)
+            for parts in (self._states, self._entries, self._groups)
         )
 
     def check(self) -> None:
@@ -236,7 +255,7 @@ class KVCacheManager:
             for entries in self._entries:
                 entries.check()
             for group in self._groups:
-                group.check(running)
+                group.check(running, self._acquired[group].acquired)
             for layer, taken in self._taken.items():
                 blocks = self._blocks[layer]
                 assert blocks is not None
@@ -246,8 +265,9 @@ class KVCacheManager:
             self._staging.check()
 
     def _layer(self, layer_idx: Any) -> int:
-        if isinstance(layer_idx, (int, np.integer)) and int(layer_idx) in self.schemas:
-            return int(layer_idx)
+        layer = as_integer(layer_idx)
+        if layer is not None and layer in self.schemas:
+            return layer
         raise ArgumentError(
             f"layer_idx: there is no layer {show(layer_idx)} in the schedule, which has "
             f"{', '.join(map(str, list(self.schemas)[:8]))}{', …' if len(self.schemas) > 8 else ''}"
@@ -255,5 +275,9 @@ class KVCacheManager:
 
     def _held(self, slot: Any, name: str) -> int:
         row = one_id(slot, name, 1, self.max_concurrent_requests, "rows")
-        self._rows.require_held([row])
+        try:
+            self._rows.require_held([row])
+        except UsageError as error:
+            of_one(error, name)
+            raise
         return row

@@ -6,8 +6,9 @@ import torch
 
 from pagoda.compat.hybrid.schema import LayerCacheSchema
 from pagoda.errors import ConfigError
+from pagoda.layout._numbers import count
 from pagoda.pools import EntryPool
-from pagoda.pools.arguments import layer_number
+from pagoda.pools._arguments import layer_number
 
 __all__ = ["PagedKVPool"]
 
@@ -32,7 +33,8 @@ class PagedKVPool:
                 f"schema: layer {schema.layer_idx} is {schema.attn_type.name}: it keeps no compressed entries"
             )
         (group,) = schema.layout().paged_groups
-        self._become(schema, EntryPool.from_group(group, num_blocks, device), 0)
+        blocks = count(num_blocks, "num_blocks", low=0)
+        self._become(schema, EntryPool.from_group(group, blocks, device), 0)
 
     @classmethod
     def of_layer(cls, schema: LayerCacheSchema, pool: EntryPool, layer: int) -> PagedKVPool:

@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagoda.errors import ArgumentError
+from pagoda.compat._words import in_words
+from pagoda.errors import ArgumentError, UsageError
 from pagoda.ids import FreeList
 from pagoda.kernels.entries import Tokens
 from pagoda.pools import Staging
-from pagoda.pools.arguments import AnyIds, host_ids, require_range
+from pagoda.pools._arguments import AnyIds, host_ids, require_range
 
 __all__ = ["Known", "read_tokens"]
 
@@ -79,7 +80,11 @@ def _look_at(
         real = slots[slots > 0]
         if np.unique(real).size != real.size:
             raise ArgumentError("request_slots: a row stands twice")
-        rows.require_held(real)
+        try:
+            rows.require_held(real)
+        except UsageError as error:
+            in_words(error, ids="request_slots")
+            raise
     if ids is not None:
         require_range(ids, -1, batch - 1, "request_ids", "requests of the batch, and −1, padding,")
     if positions is not None:

@@ -16,16 +16,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pagoda.compat._words import in_words
 from pagoda.compat.radix.answers import Answer
 from pagoda.compat.radix.interface import BaseCacheHandle, BaseCacheManager, SizeInfo
 from pagoda.compat.radix.pages import TreePages
 from pagoda.compat.radix.picture import NO_BOUND, RadixTreeNode, radix_root
 from pagoda.compat.tokens import HostTokens, host_pages, host_tokens, slots_of_pages, write_slots
-from pagoda.errors import AlreadyHeldError, ArgumentError, CapacityError, NotHeldError, StaleError
+from pagoda.errors import (
+    AlreadyHeldError,
+    ArgumentError,
+    CapacityError,
+    NotHeldError,
+    StaleError,
+    UsageError,
+)
 from pagoda.ids import FreeList
-from pagoda.layout.numbers import count
+from pagoda.layout._numbers import count
 from pagoda.pools import Staging
-from pagoda.pools.arguments import AnyIds, number, refuse_capture
+from pagoda.pools._arguments import AnyIds, number, refuse_capture
 from pagoda.tree import Lease, PrefixTree
 
 __all__ = ["RadixCacheHandle", "RadixCacheManager"]
@@ -35,14 +43,41 @@ NOTHING = np.zeros(0, dtype=np.int32)
 
 @dataclass(frozen=True, eq=False)
 class RadixCacheHandle(BaseCacheHandle):
-    """What a match in a `RadixCacheManager` found; one made by hand belongs to none."""
+    """The first `cached_len` tokens of a sequence, as a match in a `RadixCacheManager` found them.
 
+    One made by hand names the `node` where these tokens end: ``RadixCacheHandle(0, manager.root_node)`` is
+    that of a request that matched nothing. Locking and unlocking it does nothing, since the root is never
+    evicted.
+
+    Errors: ArgumentError for a length at which the node does not end.
+    """
+
+    node: RadixTreeNode | None = field(default=None, repr=False)
     _manager: RadixCacheManager | None = field(default=None, repr=False)
     _tokens: HostTokens = field(default_factory=lambda: NOTHING, repr=False)  # [cached_len]
     _pages: npt.NDArray[np.int32] = field(
         default_factory=lambda: NOTHING, repr=False
     )  # [cached_len / page_size]
-    _leases: list[Lease] = field(default_factory=list, repr=False)  # one a lock
+    _leases: list[Lease] = field(default_factory=list, repr=False)  # one per lock
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.node is None:
+            return
+        if not isinstance(self.node, RadixTreeNode):
+            raise ArgumentError(f"node: give a node of root_node's tree, not {type(self.node).__name__}")
+        path = self.node.path()
+        object.__setattr__(self, "_tokens", np.concatenate([node.tokens for node in path]))
+        object.__setattr__(self, "_pages", np.concatenate([node.pages for node in path]))
+        if self.cached_len != self._tokens.size:
+            raise ArgumentError(
+                f"cached_len: the node ends at {self._tokens.size} tokens, not at {self.cached_len}"
+            )
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it was made by hand at the root: it matches nothing and there is nothing to lock."""
+        return self.node is not None and self.cached_len == 0
 
 
 class RadixCacheManager(BaseCacheManager):
@@ -92,9 +127,15 @@ class RadixCacheManager(BaseCacheManager):
         refuse_capture(self._staging.device, "match_prefix")
         tokens = host_tokens(input_ids, "input_ids")
         with self._lock:
-            found = self._tree.match(tokens)
+            try:
+                found = self._tree.match(tokens)
+            except UsageError as error:
+                in_words(error, tokens="input_ids")
+                raise
         pages = found.page_ids - np.int32(1)
-        handle = RadixCacheHandle(found.length, self, tokens[: found.length].copy(), pages)
+        handle = RadixCacheHandle(
+            found.length, _manager=self, _tokens=tokens[: found.length].copy(), _pages=pages
+        )
         return handle, self._staging.send(slots_of_pages(pages, self.page_size))[0]
 
     def lock_handle(self, handle: BaseCacheHandle | None, unlock: bool = False) -> None:
@@ -107,16 +148,21 @@ class RadixCacheManager(BaseCacheManager):
         if handle is None:
             return
         with self._lock:
-            own = self._own(handle)
+            own = self._own(handle, "handle")
+            if own is None:
+                return
             if unlock:
                 self._release(own)
             else:
                 self._protect(own)
 
-    def _own(self, handle: Any) -> RadixCacheHandle:
-        if not isinstance(handle, RadixCacheHandle) or handle._manager is not self:
-            raise ArgumentError("handle: give one that match_prefix of this manager gave")
-        return handle
+    def _own(self, handle: Any, name: str) -> RadixCacheHandle | None:
+        """A handle of this manager; None for one that matched nothing and was made by hand, at the root."""
+        if not isinstance(handle, RadixCacheHandle) or not (
+            handle._manager is self or (handle.node is not None and handle.node.is_of(self._tree))
+        ):
+            raise ArgumentError(f"{name}: give one that match_prefix of this manager returned")
+        return None if handle.is_root else handle
 
     def _protect(self, handle: RadixCacheHandle) -> None:
         # Matched again first: a lock that then turned out too short would have renewed what it found.
@@ -163,10 +209,17 @@ class RadixCacheManager(BaseCacheManager):
         pages = host_pages(indices, tokens.size, self.page_size, "indices")
         size, whole = self.page_size, tokens.size // self.page_size
         with self._lock:
-            begin = self._tree.match_length(tokens) // size
+            begin = self._cached_length(tokens) // size
             positions = range(begin * size, whole * size, size)
             self._pages.require_outside(pages[begin:whole], positions, AlreadyHeldError)
             return self._insert(tokens, pages, begin, None) * size
+
+    def _cached_length(self, tokens: HostTokens) -> int:
+        try:
+            return self._tree.match_length(tokens)
+        except UsageError as error:
+            in_words(error, tokens="input_ids")
+            raise
 
     def _insert(
         self, tokens: HostTokens, pages: npt.NDArray[np.int32], begin: int, lease: Lease | None
@@ -200,7 +253,7 @@ class RadixCacheManager(BaseCacheManager):
         """
         size, whole = self.page_size, tokens.size // self.page_size
         with self._lock:
-            own = None if handle is None else self._own(handle)
+            own = None if handle is None else self._own(handle, "old_handle")
             lease = None if own is None else self._lease(own)
             old = 0
             if own is not None:
@@ -210,7 +263,7 @@ class RadixCacheManager(BaseCacheManager):
                     raise ArgumentError("old_handle: input_ids and indices do not begin as what it matched")
             positions = range(old * size, tokens.size, size)
             self._pages.require_outside(pages[old:], positions, NotHeldError)
-            begin = self._tree.match_length(tokens) // size
+            begin = self._cached_length(tokens) // size
             cached = self._insert(tokens, pages, begin, lease)
             if own is not None:
                 self._release(own)

@@ -1,12 +1,6 @@
 """A radix tree to look at: its nodes as they were when they were asked for, and their picture.
 
-In: a `PrefixTree`; out: `RadixTreeNode`, which nobody can change, and text::
-
-    Radix tree: 3 nodes, 8 tokens
-    [R] #0 tokens=[] slots=[] ref=0
-    └── #2 tokens=[1, 3, 6, 7] slots=[1, 2, 3, 4] ref=0
-        ├── [L] #1 tokens=[9, 77] slots=[5, 6] ref=0
-        └── [L] #3 tokens=[87, 66] slots=[7, 8] ref=0
+In: a `PrefixTree`; out: `RadixTreeNode`, which nobody can change, and text.
 """
 
 from __future__ import annotations
@@ -18,7 +12,7 @@ import numpy.typing as npt
 
 from pagoda.compat.tokens import slots_of_pages
 from pagoda.errors import ArgumentError
-from pagoda.pools.arguments import number
+from pagoda.pools._arguments import number
 from pagoda.tree import NodeView, PrefixTree
 
 __all__ = ["RadixTreeNode", "format_radix_tree", "print_radix_tree", "radix_root"]
@@ -33,10 +27,16 @@ PLAIN = str.maketrans({"├": "|", "└": "`", "│": "|", "─": "-"})  # for s
 class RadixTreeNode:
     """One node of a radix tree as it was; nothing of it can be changed, and nothing changes it."""
 
-    __slots__ = ("_children", "_parent", "_slots", "_view")
+    __slots__ = ("_children", "_parent", "_slots", "_tree", "_view")
 
-    def __init__(self, view: NodeView, slots: npt.NDArray[np.int32], parent: RadixTreeNode | None) -> None:
-        self._view, self._slots, self._parent = view, slots, parent
+    def __init__(
+        self,
+        tree: PrefixTree,
+        view: NodeView,
+        slots: npt.NDArray[np.int32],
+        parent: RadixTreeNode | None,
+    ) -> None:
+        self._tree, self._view, self._slots, self._parent = tree, view, slots, parent
         self._children: tuple[RadixTreeNode, ...] = ()
         for array in (view.tokens, slots):
             array.flags.writeable = False
@@ -81,6 +81,22 @@ class RadixTreeNode:
         """The nodes below, in order of their tokens. O(1)."""
         return self._children
 
+    def is_of(self, tree: PrefixTree) -> bool:
+        """Whether it is a node of this tree."""
+        return self._tree is tree
+
+    def path(self) -> list[RadixTreeNode]:
+        """The nodes from the root down to this one, both included."""
+        nodes = [self]
+        while nodes[-1]._parent is not None:
+            nodes.append(nodes[-1]._parent)
+        return nodes[::-1]
+
+    @property
+    def pages(self) -> npt.NDArray[np.int32]:
+        """The pages of its slots, [length / page_size] int32, host."""
+        return self._view.columns[0] - np.int32(1)
+
     def is_root(self) -> bool:
         """Whether nothing stands above. O(1)."""
         return self._parent is None
@@ -102,9 +118,9 @@ def radix_root(tree: PrefixTree) -> RadixTreeNode:
     nodes: dict[int, RadixTreeNode] = {}
     children: dict[int, list[RadixTreeNode]] = {}
     for view in views:
-        slots = slots_of_pages(view.columns[0] - np.int32(1), tree.page_size)
+        slots = slots_of_pages(view.columns[0] - np.int32(1), tree.page_tokens)
         parent = None if view.parent is None else nodes[view.parent]
-        node = nodes[view.number] = RadixTreeNode(view, slots, parent)
+        node = nodes[view.number] = RadixTreeNode(tree, view, slots, parent)
         if view.parent is not None:
             children.setdefault(view.parent, []).append(node)
     for at, below in children.items():
@@ -148,9 +164,21 @@ def format_radix_tree(
 def print_radix_tree(
     root: RadixTreeNode, max_depth: int = 10, show_ref_count: bool = True, show_timestamp: bool = False
 ) -> None:
-    """Print what `format_radix_tree` gives; arguments, cost and errors are its own.
+    """Print what `format_radix_tree` returns; arguments and errors are the same.
 
-    Where the stream has no box drawing, ASCII stands for it.
+    >>> manager = RadixCacheManager("cpu")
+    >>> manager.insert_prefix([1, 3, 6, 7, 9, 77], [1, 2, 3, 4, 5, 6])
+    0
+    >>> manager.insert_prefix([1, 3, 6, 7, 87, 66], [1, 2, 3, 4, 7, 8])
+    4
+    >>> print_radix_tree(manager.root_node)
+    Radix tree: 3 nodes, 8 tokens
+    [R] #0 tokens=[] slots=[] ref=0
+    └── #3 tokens=[1, 3, 6, 7] slots=[1, 2, 3, 4] ref=0
+        ├── [L] #2 tokens=[9, 77] slots=[5, 6] ref=0
+        └── [L] #4 tokens=[87, 66] slots=[7, 8] ref=0
+
+    Streams that cannot encode box-drawing characters get ASCII instead.
     """
     text = format_radix_tree(root, max_depth, show_ref_count, show_timestamp)
     try:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
 
 from pagoda.errors import ArgumentError, ConfigError
-from pagoda.layout.numbers import count
-from pagoda.pools.arguments import AnyIds, filled, host_ids, refuse_capture, resolve_device
+from pagoda.layout._numbers import count, exact
+from pagoda.pools._arguments import AnyIds, filled, host_ids, refuse_capture, resolve_device
 
 __all__ = [
     "create_page_table",
@@ -25,25 +27,39 @@ def get_mha_cache_per_page(
     num_layers: int,
     page_size: int = 1,
     tp_size: int = 1,
-    dtype_size: int = 2,
+    dtype_size: float | Fraction = 2,
 ) -> int:
-    """Bytes of K and V of one page on one rank of `tp_size`, each of which holds whole heads. O(1).
+    """Bytes of K and V of one page on one of `tp_size` ranks, rounded up to a whole byte.
 
-    Errors: ConfigError for sizes that are not positive, and for heads that do not divide among ranks.
+    Each rank holds whole heads: an equal share, or one head that several ranks repeat where there are fewer
+    heads than ranks. `dtype_size` may be a fraction of a byte, such as 0.5 for 4-bit values. Errors:
+    ConfigError for sizes that are not positive, and where neither of heads and ranks divides the other.
     """
     heads, ranks = count(num_kv_heads, "num_kv_heads"), count(tp_size, "tp_size")
-    if heads % ranks:
-        raise ConfigError(f"num_kv_heads = {heads} is not a multiple of tp_size = {ranks}")
-    entry_bytes = 2 * (heads // ranks) * count(head_dim, "head_dim") * count(dtype_size, "dtype_size")
-    return entry_bytes * count(num_layers, "num_layers") * count(page_size, "page_size")
+    if heads % ranks and ranks % heads:
+        raise ConfigError(
+            f"num_kv_heads = {heads} and tp_size = {ranks}: give a tp_size that divides the heads or is a "
+            "multiple of them"
+        )
+    values = 2 * max(heads // ranks, 1) * count(head_dim, "head_dim") * count(num_layers, "num_layers")
+    return math.ceil(values * count(page_size, "page_size") * _positive(dtype_size, "dtype_size"))
 
 
-def get_num_pages_for_kv_cache(available_memory: int, cache_per_page: int) -> int:
-    """Whole pages of `cache_per_page` bytes that fit into `available_memory` bytes. O(1).
+def get_num_pages_for_kv_cache(available_memory: float | Fraction, cache_per_page: float | Fraction) -> int:
+    """Whole pages of `cache_per_page` bytes that fit into `available_memory` bytes, computed exactly.
 
     Errors: ConfigError for memory below 0 or pages of no bytes.
     """
-    return count(available_memory, "available_memory", low=0) // count(cache_per_page, "cache_per_page")
+    return math.floor(
+        exact(available_memory, "available_memory") / _positive(cache_per_page, "cache_per_page")
+    )
+
+
+def _positive(value: Any, name: str) -> Fraction:
+    given = exact(value, name)
+    if given == 0:
+        raise ConfigError(f"{name}: give more than 0")
+    return given
 
 
 def create_page_table(

@@ -1,0 +1,67 @@
+"""Which implementation serves a call: Triton kernels on CUDA, the torch reference elsewhere.
+
+An operation is declared once, with its docstring, and marked by `operation`; a module in torch and one in
+Triton implement it under the same name. In: a call; out: the same call of one of the two, with its device
+current.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from types import ModuleType
+from typing import ParamSpec
+
+import torch
+
+from pagoda.errors import ConfigError
+
+__all__ = ["on_device", "operation", "triton_module"]
+
+P = ParamSpec("P")
+_HERE = nullcontext()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device the current one, which is where Triton launches and streams are looked up."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(device)
+
+
+@functools.cache
+def triton_module(name: str) -> ModuleType:
+    """The module `pagoda.kernels.<name>`, whose kernels serve CUDA.
+
+    Errors: ConfigError if triton is not installed.
+    """
+    try:
+        return import_module(f"pagoda.kernels.{name}")
+    except ModuleNotFoundError as missing:  # plain indexing would be right, at a quarter of the speed
+        raise ConfigError(
+            "pools and batches on CUDA need triton: pip install 'pagoda-kv[triton]'"
+        ) from missing
+
+
+def operation(fused: str, reference: ModuleType) -> Callable[[Callable[P, torch.Tensor]], Callable[P, None]]:
+    """Marks the declaration of an operation, whose body gives the tensor on whose device it runs.
+
+    fused: the name of the Triton module in `pagoda.kernels`. Triton is imported on the first call on CUDA.
+    """
+
+    def declare(where: Callable[P, torch.Tensor]) -> Callable[P, None]:
+        name = where.__name__
+
+        @functools.wraps(where)
+        def call(*args: P.args, **kwargs: P.kwargs) -> None:
+            device = where(*args, **kwargs).device
+            with on_device(device):
+                module = triton_module(fused) if device.type == "cuda" else reference
+                getattr(module, name)(*args, **kwargs)
+
+        call.__annotations__ = {**where.__annotations__, "return": None}
+        return call
+
+    return declare

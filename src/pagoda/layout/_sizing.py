@@ -1,0 +1,258 @@
+"""Dividing memory between groups. In: groups, bytes, lengths of requests; out: ids of each group, and
+requests.
+
+Invariants: what a Budget hands out fits into its bytes, the padding id of every group included; each group
+can hold the longest request asked for; no larger share of the mix would fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, TypeAlias
+
+from pagoda.errors import ConfigError
+from pagoda.layout._groups import PagedGroup, StateGroup, steps_held
+from pagoda.layout._numbers import LARGEST, as_integer, count, num_bytes, show, show_bytes
+
+__all__ = [
+    "Budget", "Groups", "Mix", "Running", "Share", "divide", "longest_request", "max_requests", "memory_for",
+]  # fmt: skip
+
+Groups: TypeAlias = Sequence[PagedGroup | StateGroup]
+Mix: TypeAlias = Mapping[int, float | Fraction] | Mapping[int, int] | Iterable[int] | int
+
+
+@dataclass(frozen=True)
+class Share:
+    """A group's part of a budget: `num_units` pages or rows that may be handed out, and its bytes, which
+    include one more for padding."""
+
+    group: PagedGroup | StateGroup
+    num_units: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory divided between groups.
+
+    `requests` is how many requests of the mix run at once, a fraction of one included; `spare_bytes` what
+    no whole page was left for."""
+
+    memory_bytes: int
+    shares: tuple[Share, ...]
+    requests: Fraction
+    spare_bytes: int
+
+    @property
+    def num_requests(self) -> int:
+        """Whole requests of the mix that run at once. O(1)."""
+        return math.floor(self.requests)
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens that can be held in all, by the groups that keep every token; None where none does.
+        O(groups)."""
+        held = [
+            share.num_units * share.group.page_tokens
+            for share in self.shares
+            if isinstance(share.group, PagedGroup) and share.group.window is None
+        ]
+        return min(held, default=None)
+
+    def capacity(self) -> dict[str, int]:
+        """Pages or rows of each group, by name: what a manager is built with. O(groups)."""
+        return {share.group.name: share.num_units for share in self.shares}
+
+
+@dataclass(frozen=True)
+class Running:
+    """How an engine runs requests, as in `Layout.divide`: tokens of prefill per step, checkpoints per
+    request, steps in flight. Errors: ConfigError."""
+
+    chunk: int
+    checkpoints: int
+    in_flight: int
+
+    def __post_init__(self) -> None:
+        count(self.chunk, "chunk")
+        count(self.checkpoints, "checkpoints", low=0)
+        count(self.in_flight, "in_flight", low=0)
+
+
+def divide(groups: Groups, memory: int | str, mix: Mix, running: Running) -> Budget:
+    """As `Layout.divide`."""
+    memory_bytes = num_bytes(memory)
+    weights = _read_mix(mix)
+    demands = _demands(groups, weights, running)
+    least = sum(demand.bytes_for(Fraction(0)) for demand in demands)
+    if least > memory_bytes:
+        longest = max(weights)
+        raise ConfigError(
+            f"a request of {longest:,} tokens needs {show_bytes(least)} of cache ({least:,} B), "
+            f"and there are {show_bytes(memory_bytes)}: give more memory or shorter requests"
+        )
+
+    def fits(requests: Fraction) -> bool:
+        return sum(demand.bytes_for(requests) for demand in demands) <= memory_bytes
+
+    # Costs rise only where one group needs one more page or row: the best is at such a point.
+    requests = max(demand.largest(fits, memory_bytes) for demand in demands)
+    shares = tuple(
+        Share(demand.group, demand.units_for(requests), demand.bytes_for(requests)) for demand in demands
+    )
+    spare = memory_bytes - sum(share.num_bytes for share in shares)
+    return Budget(memory_bytes, shares, requests, spare)
+
+
+def max_requests(groups: Groups, memory: int | str, length: int, running: Running) -> int:
+    """As `Layout.max_requests`."""
+    memory_bytes = num_bytes(memory)
+    demands = _demands(groups, {count(length, "length"): Fraction(1)}, running)
+    low, high = 0, memory_bytes // min(demand.group.unit_bytes for demand in demands) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = sum(demand.bytes_for(Fraction(middle)) for demand in demands) <= memory_bytes
+        low, high = (middle, high) if fits else (low, middle)
+    return low
+
+
+def memory_for(groups: Groups, requests: int, length: int, running: Running) -> int:
+    """As `Layout.memory_for`."""
+    demands = _demands(groups, {count(length, "length"): Fraction(1)}, running)
+    if count(requests, "requests", low=0) == 0:
+        return sum(demand.group.unit_bytes for demand in demands)
+    return sum(demand.bytes_for(Fraction(requests)) for demand in demands)
+
+
+def longest_request(groups: Groups, memory: int | str, running: Running) -> int | None:
+    """As `Layout.longest_request`."""
+    memory_bytes = num_bytes(memory)
+
+    def fits(length: int) -> bool:
+        return memory_for(groups, 1, length, running) <= memory_bytes
+
+    if not groups or fits(LARGEST):
+        return None
+    if not fits(1):
+        return 0
+    low, high = 1, LARGEST
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """Units that are enough: `mean` for each average request or `longest` for each of the longest, and
+    `once` for all together."""
+
+    mean: Fraction
+    longest: int
+    once: int
+
+    @staticmethod
+    def of(weights: Mapping[int, Fraction], units: Callable[[int], int], once: int = 0) -> _Bound:
+        each = {length: units(length) for length in weights}
+        mean = sum((weights[length] * each[length] for length in weights), Fraction(0))
+        return _Bound(mean, max(each.values()), once)
+
+    def units_for(self, requests: Fraction) -> int:
+        return max(self.longest, math.ceil(requests * self.mean)) + self.once
+
+    def requests_for(self, units: int) -> Fraction:
+        is_enough = units >= self.longest + self.once
+        return (units - self.once) / self.mean if is_enough else Fraction(0)
+
+
+@dataclass(frozen=True)
+class _Demand:
+    """What one group needs: each of the bounds is enough, so that the least counts."""
+
+    group: PagedGroup | StateGroup
+    bounds: tuple[_Bound, ...]
+
+    @staticmethod
+    def of(group: PagedGroup | StateGroup, weights: Mapping[int, Fraction], running: Running) -> _Demand:
+        if isinstance(group, StateGroup):
+            return _Demand(group, (_Bound.of(weights, lambda length: 1 + running.checkpoints),))
+        page = group.page_tokens
+        whole = _Bound.of(weights, lambda length: -(-length // page))
+        if group.window is None:
+            return _Demand(group, (whole,))
+        # A request that gets one token per step lags `steps` tokens behind what it holds. However a chunk is
+        # shared out, all requests together get at most `more` beyond that. `enough` of them give a request
+        # its first page more, if it is at its worst place, and each page's worth of tokens another one. In a
+        # step, a request that gets tokens beyond its one takes that one from the chunk too.
+        steps = steps_held(running.in_flight)
+        more = steps * (running.chunk - 1)
+        enough = page - (steps - 2) % page
+        num_first = min(more // enough, steps * running.chunk // min(enough + 1, page))
+        bounds = [whole, _Bound.of(weights, lambda length: group.peak_pages(length, steps), num_first)]
+        if more >= enough:
+            lag = steps + enough
+            bounds.append(
+                _Bound.of(weights, lambda length: group.peak_pages(length, lag), (more - enough) // page)
+            )
+        return _Demand(group, tuple(bounds))
+
+    def units_for(self, requests: Fraction) -> int:
+        """Units to hand out for so many average requests, and for one of the longest at least."""
+        return min(bound.units_for(requests) for bound in self.bounds)
+
+    def bytes_for(self, requests: Fraction) -> int:
+        """Bytes of those units, and of one for padding."""
+        return (self.units_for(requests) + 1) * self.group.unit_bytes
+
+    def largest(self, fits: Callable[[Fraction], bool], memory_bytes: int) -> Fraction:
+        """The most requests that fit and need a whole number of this group's units."""
+
+        def requests_for(units: int) -> Fraction:
+            return max(bound.requests_for(units) for bound in self.bounds)
+
+        low, high = 0, memory_bytes // self.group.unit_bytes + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(requests_for(middle)) else (low, middle)
+        return requests_for(low)
+
+
+def _demands(groups: Groups, weights: Mapping[int, Fraction], running: Running) -> list[_Demand]:
+    if not groups:
+        raise ConfigError("this layout stores nothing: any number of requests fits")
+    return [_Demand.of(group, weights, running) for group in groups]
+
+
+def _read_mix(mix: Any) -> dict[int, Fraction]:
+    """Lengths with weights that add up to 1, or a ConfigError."""
+    pairs: list[tuple[Any, Any]]
+    length = as_integer(mix)
+    if length is not None:
+        pairs = [(length, 1)]
+    elif isinstance(mix, Mapping):
+        pairs = list(mix.items())
+    elif isinstance(mix, Iterable) and not isinstance(mix, (str, bytes, Set)):
+        pairs = [(length, 1) for length in mix]
+    else:  # a set does not know how often a length comes
+        raise ConfigError(
+            f"mix: give a length, a list of lengths or a dict with weights, not {type(mix).__name__}"
+        )
+    if not pairs:
+        raise ConfigError("mix: give at least one length")
+    weights: dict[int, Fraction] = {}
+    for length, weight in pairs:
+        try:
+            share = Fraction(weight)
+        except (TypeError, ValueError, ArithmeticError):
+            raise ConfigError(
+                f"mix: give a number as the weight of {show(length)}, not {show(weight)}"
+            ) from None
+        if share <= 0:
+            raise ConfigError(f"mix: give a weight above 0 for {show(length)}, not {show(weight)}")
+        tokens = count(length, "length in mix")
+        weights[tokens] = weights.get(tokens, Fraction(0)) + share
+    whole = sum(weights.values())
+    return {tokens: share / whole for tokens, share in weights.items()}

@@ -1,0 +1,57 @@
+"""Which implementation serves a call: the one of the device, under the name that was declared."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pagoda import kernels
+from pagoda.errors import ConfigError
+from pagoda.kernels import _dispatch, compress, entries, gather
+from pagoda.kernels._dispatch import operation, pick
+
+
+def declared(reference: Any) -> Any:
+    @operation("_no_such_module", reference)
+    def double(given: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Twice what is given."""
+        return out
+
+    return double
+
+
+def test_the_reference_serves_the_cpu_under_the_declared_name():
+    calls: list[Any] = []
+    double = declared(SimpleNamespace(double=lambda *args, **named: calls.append((args, named))))
+    given, out = torch.ones(2), torch.zeros(2)
+    assert double(given, out=out) is None
+    assert [(args[0] is given, named["out"] is out) for args, named in calls] == [(True, True)]
+    assert (double.__name__, double.__doc__) == ("double", "Twice what is given.")
+
+
+def test_without_triton_cuda_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pagoda.kernels._store_fused", None)
+    _dispatch._imported.cache_clear()
+    with pytest.raises(ConfigError, match="triton"):
+        pick("_store_fused", ModuleType("reference"), torch.device("cuda", 0))
+
+
+def test_every_operation_has_both_implementations():
+    pytest.importorskip("triton")
+    for room in (kernels, entries, compress, gather):
+        names = [name for name in room.__all__ if hasattr(getattr(room, name), "__wrapped__")]
+        assert names
+        for name in names:
+            cells = getattr(room, name).__closure__
+            fused, reference = (
+                next(
+                    c.cell_contents
+                    for c in cells
+                    if isinstance(c.cell_contents, kind) and c.cell_contents != name
+                )
+                for kind in (str, ModuleType)
+            )
+            assert callable(getattr(reference, name))
+            assert callable(getattr(_dispatch._imported(fused), name))
