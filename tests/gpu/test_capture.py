@@ -9,7 +9,7 @@ import torch
 from pagoda import compat
 from pagoda.errors import CaptureError
 from pagoda.kernels import _pages_fused, _store_fused
-from pagoda.pools import DeviceTable, Staging, StateSpec, StatePool, TokenPool
+from pagoda.pools import DeviceTable, Staging, StatePool, StateSpec, TokenPool
 
 pytestmark = pytest.mark.gpu
 

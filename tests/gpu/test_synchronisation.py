@@ -8,7 +8,7 @@ from bench.measure import no_waiting
 from pagoda import compat
 from pagoda.layout import FullAttention, Layout
 from pagoda.manager import Manager
-from pagoda.pools import DeviceTable, Pools, StateSpec, StatePool, TokenPool
+from pagoda.pools import DeviceTable, Pools, StatePool, StateSpec, TokenPool
 
 pytestmark = pytest.mark.gpu
 

@@ -476,6 +476,8 @@ def test_tensors_go_on_to_what_is_padded_to(pad_to: Any, sizes: tuple[int, int])
         (2**70, "pad_to"),
         (-1, "pad_to"),
         (2.0, "pad_to"),
+        (True, "pad_to"),
+        ((2, True), "pad_to"),
         ("4", "pad_to"),
         ([2, 4], "pad_to"),
         ((4,), "a pair of rows and tokens"),
@@ -718,7 +720,7 @@ def test_layers_are_found_by_their_number_in_the_model():
 @pytest.mark.parametrize(
     ("n", "said"),
     [
-        (7, "layers 0 to 6, not 7"), (2**70, "layers 0 to 6"), (-1, "n"), (1.0, "n"), ("1", "n"),
+        (7, "layers 0 to 6, not 7"), (2**70, "layers 0 to 6"), (-1, "n"), (1.0, "n"), (True, "n"), ("1", "n"),
         (3, "layer 3 keeps no pages"),
     ],
 )  # fmt: skip
