@@ -26,10 +26,14 @@ Rank::Content Rank::check(Ids packed, int64_t step) const {
   check_rows(rows, lengths, counts, starts);
   const Ids places = delta.section(Section::kPlaces), page_ids = delta.section(Section::kPageIds);
   table_.require_writes(places, page_ids);
-  Content content{rows.size,   starts.size == 0 ? 0 : starts[starts.size - 1],
-                  begin(rows), begin(lengths),
-                  begin(starts), places.size,
-                  begin(places), begin(page_ids),
+  Content content{rows.size,
+                  starts.size == 0 ? 0 : starts[starts.size - 1],
+                  begin(rows),
+                  begin(lengths),
+                  begin(starts),
+                  places.size,
+                  begin(places),
+                  begin(page_ids),
                   {}};
   for (int64_t g = 0; g < table_.num_groups(); ++g) {
     const Ids sources = delta.section(Section::kSources, g), targets = delta.section(Section::kTargets, g);
