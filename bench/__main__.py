@@ -8,7 +8,7 @@ import time
 
 import torch
 
-HOST = ["ids", "growth", "arrays", "tree", "manager", "gather", "hf"]
+HOST = ["ids", "arrays", "tree", "manager", "gather", "hf"]
 GPU = ["store", "pack", "staging", "delta", "hybrid"]
 
 

@@ -1,4 +1,4 @@
-"""A step's delta on the device: plan, `Pools.apply`, views; host and device time beside the machine's own."""
+"""A step on the device: plan, `Pools.apply`, `Pools.batch`; host and device time beside the machine's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from bench.manager import PAGE, WINDOW, prompts_of, random_tokens
 from bench.measure import graph_microseconds, no_waiting, save, table
 from bench.staging import busy_microseconds, host_microseconds
 from pagoda import kernels
-from pagoda.attention import PagedView, PagedViews
 from pagoda.layout import FullAttention, Layout, WindowAttention
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Pools
@@ -36,7 +35,7 @@ BOTH = "machine: that copy, and that kernel by Triton"
 
 
 class Running:
-    """A manager, pools and views of `batch` decoding rows; deltas that are planned wait to be applied."""
+    """A manager and pools of `batch` decoding rows; deltas that are planned wait to be applied."""
 
     def __init__(
         self, windows: int, device: str, *, batch: int = BATCH, length: int = LENGTH, steps: int = STEPS
@@ -50,29 +49,26 @@ class Running:
         capacity = {group.name: (batch + 2) * max_pages for group in layout.groups}
         self.manager = Manager(layout, capacity, num_rows=batch, max_tokens=longest)
         self.pools = Pools(layout, capacity, num_rows=batch, max_tokens=longest, device=device)
-        self.views = PagedViews(
-            [PagedView(group, batch, batch, max_pages, device) for group in layout.paged_groups]
-        )
         more = np.random.default_rng(3).integers(PAGE, size=batch)  # so that pages fill in different steps
         rows = []
         for prompt in prompts_of(length + more):
             rows.append(self.manager.admit(prompt).row)
-            self.manager.commit(rows[-1], prompt, len(prompt))
-        self.host_rows = np.array(rows, np.int32)
+            self.pools.apply(self.manager.plan(rows[-1], len(prompt)))
+            self.manager.commit(rows[-1], prompt)
+        self.rows = np.array(rows, np.int32)
         self.sampled = random_tokens(np.random.default_rng(1), PAGE, batch)
-        self.planned: deque[Delta] = deque([self.manager.take_delta()])
-        self.apply()
-        self.rows = torch.from_numpy(self.host_rows).to(device)
-        self.lengths = torch.from_numpy(self.manager.reserved(self.host_rows)).to(device)
-        self.starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        self.planned: deque[Delta] = deque()
+        self.last = self.plan()
+        self.pools.apply(self.last)
+        self.finish(self.last)
 
     def plan(self) -> Delta:
-        self.manager.reserve(self.host_rows)
-        return self.manager.take_delta()
+        self.manager.reserve(self.rows)
+        return self.manager.plan(self.rows)
 
     def finish(self, delta: Delta) -> None:
         """What comes after a step; its fence at once, since nobody computes anything here."""
-        self.manager.commit(self.host_rows, self.sampled[delta.step % PAGE])
+        self.manager.commit(self.rows, self.sampled[delta.step % PAGE])
         self.manager.pass_fence(delta.step)
 
     def plan_ahead(self, steps: int) -> tuple[float, float]:
@@ -93,33 +89,30 @@ class Running:
         return statistics.median(first), statistics.median(second)
 
     def apply(self) -> None:
-        self.pools.apply(self.planned.popleft())
+        self.last = self.planned.popleft()
+        self.pools.apply(self.last)
 
-    def refresh(self) -> None:
-        self.views.refresh(self.pools.flat_table, self.rows, self.lengths, self.starts)
+    def fill(self) -> None:
+        self.pools.batch(self.last)
 
-    def catch_up(self) -> None:
-        """Apply what is planned, and have the lengths that the manager has."""
-        while self.planned:
-            self.apply()
-        self.lengths.copy_(torch.from_numpy(self.manager.reserved(self.host_rows)))
-
-    def advance(self) -> None:
-        """The device's part of a decode step behind the delta: nothing of it comes from the host."""
-        self.lengths.add_(1)
-        self.refresh()
+    def step(self) -> None:
+        """All of a decode step but the model."""
+        delta = self.plan()
+        self.pools.apply(delta)
+        self.pools.batch(delta)
+        self.last = delta
+        self.finish(delta)
 
     def check(self) -> None:
-        """The views, after the last step, say what the manager says."""
-        lengths = self.manager.reserved(self.host_rows)
-        for view in self.views.views:
-            assert np.array_equal(view.seq_lens.cpu().numpy(), lengths)
-            found, begins = view.block_table.cpu().numpy(), view.begins.cpu().numpy() // PAGE
-            for at, row in enumerate(self.host_rows.tolist()):
-                pages, end = self.manager.pages(row, view.group.name), -(-int(lengths[at]) // PAGE)
-                first = end - len(pages) if len(pages) < end else 0  # windows may list only what they hold
-                begin = int(begins[at])
-                assert np.array_equal(found[at, begin:end], pages[begin - first : end - first])
+        """The batch of the last step says what the manager says."""
+        batch, lengths = self.pools.batch(self.last), self.manager.computed(self.rows)
+        assert np.array_equal(batch.lengths.cpu().numpy(), lengths)
+        for name in self.pools.pools:
+            view = batch[name]
+            found, begins = view.page_table.cpu().numpy(), view.begins.cpu().numpy() // PAGE
+            for at, row in enumerate(self.rows.tolist()):
+                begin, end = int(begins[at]), -(-int(lengths[at]) // PAGE)
+                assert np.array_equal(found[at, begin:end], self.manager.page_ids(row, name)[begin:end])
 
 
 def run() -> None:
@@ -151,12 +144,12 @@ def costs_of(windows: int) -> list[Row]:
 
     running.plan_ahead(PAGE)
     planning, finishing = running.plan_ahead(PAGE * (2 * LOOPS + 8))
-    sent_bytes = [delta.num_bytes - 4 * (3 + groups) for delta in running.planned]  # the head stays here
+    sent_bytes = [delta.num_bytes for delta in running.planned]
     for _ in range(PAGE):  # compiles
         running.apply()
-        running.refresh()
+        running.fill()
 
-    add("reserve, take_delta", planning)
+    add("reserve, plan", planning)
     add("commit, pass_fence", finishing)
     add(
         "Pools.apply",
@@ -165,21 +158,16 @@ def costs_of(windows: int) -> list[Row]:
         queued=queued_microseconds(running.apply, repeats=LOOPS // 2),
     )
     add(
-        f"refresh of {groups} views" if windows else "refresh of a view",
-        host_microseconds(running.refresh),
-        busy_microseconds(running.refresh),
-        queued=queued_microseconds(running.refresh),
-        graph=graph_microseconds([running.refresh] * IN_GRAPH),
+        "Pools.batch",
+        host_microseconds(running.fill),
+        busy_microseconds(running.fill),
+        queued=queued_microseconds(running.fill),
     )
-    replay = replayed(running.refresh)
-    add(
-        "the same, a graph's replay",
-        host_microseconds(replay),
-        busy_microseconds(replay),
-        queued=queued_microseconds(replay),
-    )
-    step = whole_step(running)
-    add("a step: all of it, replayed", host_microseconds(step, PAGE, LOOPS), busy_microseconds(step))
+    while running.planned:
+        running.apply()
+    for _ in range(PAGE):
+        running.step()
+    add("a step: all of it", host_microseconds(running.step, PAGE, LOOPS), busy_microseconds(running.step))
     torch.cuda.synchronize()
     running.check()
 
@@ -200,58 +188,36 @@ def costs_of(windows: int) -> list[Row]:
 def parts_of_apply(running: Running) -> dict[str, Callable[[], object]]:
     """What `Pools.apply` does of a step's delta, one by one: the same delta over and over."""
     pools, delta = running.pools, running.plan()
+    found = pools._rank.check(delta.packed, delta.step)
     pools.apply(delta)
     running.finish(delta)
-    body = delta.packed[3 + len(pools.pools) :]
-    sent = pools._inbox.receive(body)
+    num_writes, places, page_ids = found[5:8]
+    rooms: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    sent = pools._staging.post(delta.packed, rooms)
     return {
-        "of apply: looking through": lambda: pools._reader.read(delta.packed, delta.num_groups, delta.step),
-        "of apply: to the device": lambda: pools._inbox.receive(body),
-        "of apply: the launch": lambda: kernels.write_table(sent, delta.num_writes, pools.flat_table),
+        "of apply: looking through": lambda: pools._rank.check(delta.packed, delta.step),
+        "of apply: to the device": lambda: pools._staging.post(delta.packed, rooms),
+        "of apply: the launch": lambda: kernels.write_table(
+            sent, places, page_ids, num_writes, pools.flat_table
+        ),
+        "of apply: the host's tables": lambda: pools._rank.follow(delta.packed),
     }
 
 
-def whole_step(running: Running) -> Callable[[], None]:
-    """Plan, apply, views by a graph's replay, and what comes after; warmed up."""
-    running.advance()  # compiles; catching up puts the lengths right
-    running.catch_up()
-    advance = replayed(running.advance)
-
-    def step() -> None:
-        delta = running.plan()
-        running.pools.apply(delta)
-        advance()
-        running.finish(delta)
-
-    for _ in range(PAGE):
-        step()
-    return step
-
-
 def asked_of(windows: int) -> list[Row]:
-    """What the device is asked for: with views refreshed one by one, and by a graph."""
+    """What the device is asked for in a step."""
     running = Running(windows, "cuda")
-
-    def eager() -> None:
-        delta = running.plan()
-        running.pools.apply(delta)
-        running.refresh()
-        running.finish(delta)
-
     for _ in range(PAGE):
-        eager()
-    step = whole_step(running)
-    calls = {"a step": eager, "a step, replayed": step}
-    were_asleep = [was_asleep_during(call) for call in calls.values()]  # before the profiler looks
+        running.step()
+    was_asleep = was_asleep_during(running.step)  # before the profiler looks
     return [
         {
             "groups": windows + 1,
-            "call": name,
-            **asked(call),
+            "call": "a step",
+            **asked(running.step),
             "synchronisations": 0,  # or it would have raised
             f"{PAGE} steps asked before the device began": was_asleep,
         }
-        for (name, call), was_asleep in zip(calls.items(), were_asleep, strict=True)
     ]
 
 
@@ -283,14 +249,6 @@ def machine(num_bytes: int) -> dict[str, Callable[[], object]]:
         BOTH: both,
         "machine: an empty kernel, by torch": lambda: torch.cuda._sleep(0),
     }
-
-
-def replayed(call: Callable[[], object]) -> Callable[[], None]:
-    """A graph that does what the call did; the call has compiled what it needs."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
 
 
 def queued_microseconds(call: Callable[[], object], number: int = PAGE, repeats: int = 11) -> float | None:

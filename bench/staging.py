@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-import pagoda
 from bench.measure import save, table
+from pagoda.compat import TokenToKVPoolAllocator
+from pagoda.pools import Staging
 
 
 def host_microseconds(call: Callable[[], object], number: int = 200, repeats: int = 15) -> float:
@@ -39,23 +40,12 @@ def busy_microseconds(call: Callable[[], object], repeats: int = 15) -> float:
 
 
 def run() -> None:
-    staging = pagoda.pools.Staging("cuda")
+    staging = Staging("cuda")
     array = np.arange(256, dtype=np.int32)
     on_device = torch.arange(256, device="cuda")
-    pages, page_table, copy = (
-        pagoda.FreeList(10**6),
-        pagoda.tables.PageTable(256, 8192, 16),
-        pagoda.pools.DeviceTable(256, 8192),
-    )
-    rows, lens = np.arange(1, 257, dtype=np.int32), np.arange(1000, 1256, dtype=np.int32)
-    page_table.grow(pages, rows, lens)
-    slots = pagoda.compat.TokenToKVPoolAllocator(10**6)
+    slots = TokenToKVPoolAllocator(10**6)
     gpu_list = torch.arange(10**6, dtype=torch.int32, device="cuda")
-
-    def step() -> None:
-        nonlocal lens
-        lens = lens + 1
-        copy.write(*page_table.grow(pages, rows, lens).writes)
+    rooms: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def alloc() -> None:
         host = slots.alloc_host(256)
@@ -76,8 +66,8 @@ def run() -> None:
 
     calls: dict[str, Callable[[], object]] = {
         "send 256 ids": lambda: staging.send(array),
+        "post 256 ids to a room": lambda: staging.post(array, rooms),
         "256 slots allocated, sent, freed": alloc,
-        "256 requests grow by a token, table pushed": step,
         "peer: torch.tensor(ids, device='cuda')": torch_tensor,
         "peer: reading one device integer back": read_back,
     }

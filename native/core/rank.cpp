@@ -26,10 +26,14 @@ Rank::Content Rank::check(Ids packed, int64_t step) const {
   check_rows(rows, lengths, counts, starts);
   const Ids places = delta.section(Section::kPlaces), page_ids = delta.section(Section::kPageIds);
   table_.require_writes(places, page_ids);
-  Content content{rows.size,   starts.size == 0 ? 0 : starts[starts.size - 1],
-                  begin(rows), begin(lengths),
-                  begin(starts), places.size,
-                  begin(places), begin(page_ids),
+  Content content{rows.size,
+                  starts.size == 0 ? 0 : starts[starts.size - 1],
+                  begin(rows),
+                  begin(lengths),
+                  begin(starts),
+                  places.size,
+                  begin(places),
+                  begin(page_ids),
                   {}};
   for (int64_t g = 0; g < table_.num_groups(); ++g) {
     const Ids sources = delta.section(Section::kSources, g), targets = delta.section(Section::kTargets, g);
@@ -91,6 +95,8 @@ void Rank::fill(Ids packed, int64_t num_rows, int64_t num_tokens, const BatchBuf
   const Ids rows = delta.section(Section::kRows), lengths = delta.section(Section::kLengths);
   const Ids starts = delta.section(Section::kStarts);
   const int64_t n = rows.size, end = n == 0 ? 0 : starts[n];
+  check_rows(rows, lengths, delta.section(Section::kCounts), starts);
+  if (n > num_rows || end > num_tokens) throw BadArgument("delta: it was changed after it was applied");
   std::fill(std::copy_n(rows.data, n, shared.rows), shared.rows + num_rows, 0);
   std::fill(std::copy_n(lengths.data, n, shared.lengths), shared.lengths + num_rows, 0);
   std::copy_n(starts.data, starts.size, shared.query_start_loc);
@@ -139,7 +145,7 @@ void Rank::fill_group(size_t g, Ids rows, Ids lengths, Ids starts, int64_t num_r
       listed += end - first;
     }
     out.begins[i] = static_cast<int32_t>(kernel_page.first_slot(first));
-    out.last_page_len[i] = length > 0 && fits ? static_cast<int32_t>(kernel_page.offset(length - 1) + 1) : 0;
+    out.last_page_len[i] = end > first && fits ? static_cast<int32_t>(kernel_page.offset(length - 1) + 1) : 0;
     out.indptr[i + 1] = static_cast<int32_t>(listed);
     for (int64_t t = starts[i]; t < starts[i + 1]; ++t) {
       const int64_t position = first_query + (t - starts[i]), id = ids[page.page(position)];

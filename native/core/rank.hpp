@@ -63,7 +63,8 @@ class Rank {
   // Writes the tables. The delta was checked.
   void follow(Ids packed);
   // Fills buffers for the rows of a delta that was followed last: num_rows rows and num_tokens tokens, of which those
-  // behind the delta's own are padding.
+  // behind the delta's own are padding. Looks through the rows again: the array is the caller's, who may have changed
+  // it.
   void fill(Ids packed, int64_t num_rows, int64_t num_tokens, const BatchBuffers& shared,
             const std::vector<GroupBuffers>& groups) const;
 

@@ -73,12 +73,17 @@ def test_table_writes_agree(data: st.DataObject):
     expected = np.full(num_entries, -5, dtype=np.int32)
     is_inside = (index >= 0) & (index < num_entries)
     expected[index[is_inside]] = values[is_inside]
-    offset = data.draw(st.integers(0, 1))  # aligned to nothing
-    more = data.draw(st.integers(0, 2))  # what else a delta holds is not read
-    packed = torch.tensor(np.concatenate([[7] * offset, index, values, [3] * more]).astype(np.int32))
+    before, between, behind = (data.draw(st.integers(0, 5)) for _ in range(3))  # what else a delta holds
+    parts = [[7] * before, index, [3] * between, values, [3] * behind]
+    if data.draw(st.booleans()):  # in any order
+        parts[1], parts[3] = parts[3], parts[1]
+    first, second = before, before + len(index) + between
+    at, ids = (first, second) if parts[1] is index else (second, first)
+    packed = torch.tensor(np.concatenate(parts).astype(np.int32))
+    offset = data.draw(st.integers(0, before))  # aligned to nothing
     for kernels, device in ((fused, DEVICE), (reference, "cpu")):
         table = torch.full((num_entries,), -5, dtype=torch.int32, device=device)
-        kernels.write_table(packed.to(device)[offset:], len(index), table)
+        kernels.write_table(packed.to(device)[offset:], at - offset, ids - offset, len(index), table)
         assert np.array_equal(table.cpu().numpy(), expected)
 
 

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-import pagoda
-from pagoda import StatePool, TokenPool
+from pagoda import compat
 from pagoda.errors import CaptureError
 from pagoda.kernels import _pages_fused, _store_fused
-from pagoda.pools import DeviceTable, Staging, StateSpec
+from pagoda.pools import DeviceTable, Staging, StatePool, StateSpec, TokenPool
 
 pytestmark = pytest.mark.gpu
 
@@ -107,8 +106,8 @@ def test_states_are_reset_and_copied_in_a_graph():
 def test_what_makes_a_device_tensor_raises_in_a_capture_and_changes_nothing():
     pool, table, staging = pool_of(), DeviceTable(4, 4, "cuda"), Staging("cuda")
     states = StatePool(4, 2, {"s": StateSpec((3,), torch.float32)}, "cuda")
-    slots, blocks = pagoda.compat.TokenToKVPoolAllocator(64, page_size=4), pagoda.compat.BlockAllocator(8)
-    rows = pagoda.compat.ReqToTokenPool(4, 8)
+    slots, blocks = compat.TokenToKVPoolAllocator(64, page_size=4), compat.BlockAllocator(8)
+    rows = compat.ReqToTokenPool(4, 8)
     held = slots.alloc(8)
     assert held is not None
     k, v = torch.ones(1, 128, device="cuda"), torch.ones(1, 32, device="cuda")

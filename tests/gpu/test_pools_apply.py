@@ -2,15 +2,15 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from bench.measure import no_waiting
-from pagoda import FullAttention, Layout, WindowAttention
 from pagoda.errors import ArgumentError, CaptureError, OutOfRangeError
+from pagoda.layout import FullAttention, Layout, WindowAttention
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Pools, Staging
+from unit.deltas import delta_of
 
 pytestmark = pytest.mark.gpu
 
@@ -41,26 +41,25 @@ def some_deltas() -> list[Delta]:
     """Of requests that are admitted, grow, are continued with copies, and end."""
     manager = Manager(LAYOUT, CAPACITY, **SIZES)
     rows = [manager.admit(range(at, at + 21 + at)).row for at in (1, 2, 3)]
-    deltas = [manager.take_delta()]
+    deltas = [manager.plan(rows, [22, 23, 24])]
     manager.commit(rows, [t for at in (1, 2, 3) for t in range(at, at + 21 + at)], [22, 23, 24])
     for step in range(6):
         if step in (0, 2, 4):
-            rows.append(manager.fork(rows[step % 2]).tolist()[0])
+            rows.append(manager.fork(rows[step % 2]))
         manager.reserve(rows, 9)
         if step == 3:
             manager.release([rows.pop(0)])
-        deltas.append(manager.take_delta())
-        manager.commit(rows, list(range(9 * len(rows))), [9] * len(rows))
-    deltas.append(manager.take_delta())  # an empty one
-    assert sum(delta.num_writes for delta in deltas) > 30
+        deltas.append(manager.plan(rows, 9))
+        manager.commit(rows, list(range(9 * len(rows))), 9)
+    deltas.append(manager.plan())  # an empty one
+    assert sum(len(delta.places) for delta in deltas) > 30
     assert all(sum(len(d.copies[g][0]) for d in deltas) >= 2 for g in (0, 1))
     return deltas
 
 
 def moves(step: int, sources: list[int], targets: list[int]) -> Delta:
     """Page copies of the first group alone, which may change places."""
-    packed = [step, 0, 0, len(sources), 0, *sources, *targets]
-    return Delta(np.array(packed, dtype=np.int32), 2)
+    return delta_of(step, copies=[(sources, targets)])
 
 
 def equal(mine: Pools, theirs: Pools) -> bool:
@@ -104,7 +103,10 @@ def test_nobody_waits_and_each_delta_is_one_copy(monkeypatch: pytest.MonkeyPatch
         for delta in deltas:
             before = len(copies)
             pools.apply(delta)
-            assert len(copies) - before == (delta.num_bytes > 20)  # a head of 5 numbers stays at home
+            is_empty = (
+                not len(delta.rows) and not len(delta.places) and not any(len(s) for s, _ in delta.copies)
+            )
+            assert len(copies) - before == (not is_empty)  # of an empty one nothing is sent
         pools.apply(moves(pools.step + 1, [1, 2], [2, 1]))
     assert len(copies) == len(deltas)
     assert sum(copies) < 16 * len(copies) + sum(delta.num_bytes for delta in deltas)
@@ -115,7 +117,7 @@ def test_once_warm_nothing_is_made_for_a_delta_of_table_writes():
 
     def writes(step: int) -> Delta:
         n = 1 + step % 5
-        return Delta(np.array([step, 0, n, 0, 0, *range(10, 10 + n), *[step % 60] * n], dtype=np.int32), 2)
+        return delta_of(step, places=range(10, 10 + n), page_ids=[step % 60] * n)
 
     stream, own = torch.cuda.Stream(), torch.cuda.current_stream()
 
@@ -139,7 +141,7 @@ def test_deltas_of_two_streams_do_not_disturb_each_other():
     pools, stream = pools_of("cuda"), torch.cuda.Stream()
 
     def write(step: int, place: int) -> Delta:
-        return Delta(np.array([step, 0, 1, 0, 0, place, 7], dtype=np.int32), 2)
+        return delta_of(step, places=[place], page_ids=[7])
 
     for step in (1, 2):
         pools.apply(write(step, 20), stream if step == 1 else None)  # compiles
@@ -161,13 +163,13 @@ def test_deltas_of_any_size_share_one_kernel():
     for n in (1, 16, 17, 2048):
         for offset in (0, 1):  # aligned to 16 bytes, and not
             fused._launch_writes.compiled.clear()
-            fused.write_table(packed[offset:], n, table[offset:])
+            fused.write_table(packed[offset:], 1, 2048 - offset, n, table[offset:])
     assert [len(caches[0]) for caches in fused._write_table.device_caches.values()] == [1]
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_device_sees_one_copy_and_few_launches():
-    deltas = [delta for delta in some_deltas() if delta.num_writes]
+    deltas = [delta for delta in some_deltas() if len(delta.places)]
     warm, pools = pools_of("cuda"), pools_of("cuda")
     for delta in deltas:
         warm.apply(delta)

@@ -40,6 +40,20 @@ def test_that_test_catches_a_lane_that_does_not_wait(monkeypatch: pytest.MonkeyP
     assert not arrived
 
 
+def test_arrays_posted_to_one_room_arrive_in_the_order_of_the_stream():
+    """What the stream reads between two posts is the first array, however late it reads it."""
+    staging, rooms = Staging("cuda", 65_536), {}
+    staging.post(np.zeros(1000, dtype=np.int32), rooms)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES // 4)
+    got = []
+    for number in range(100):
+        got.append(staging.post(np.full(1000, number, dtype=np.int32), rooms)[:1000].clone())
+    staging.check()
+    torch.cuda.synchronize()
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(got))
+
+
 def test_other_streams_are_served_in_their_order():
     staging = Staging("cuda", 4096)
     stream = torch.cuda.Stream()

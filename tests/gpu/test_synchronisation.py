@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from bench.measure import no_waiting
-from pagoda import FreeList, StatePool, TokenPool, compat
-from pagoda.pools import DeviceTable, StateSpec
-from pagoda.tables import PageTable
+from pagoda import compat
+from pagoda.layout import FullAttention, Layout
+from pagoda.manager import Manager
+from pagoda.pools import DeviceTable, Pools, StatePool, StateSpec, TokenPool
 
 pytestmark = pytest.mark.gpu
 
@@ -19,10 +20,7 @@ def test_the_mode_finds_a_read_back():
 
 
 def test_allocation_and_freeing_of_host_ids():
-    slots, blocks = (
-        compat.TokenToKVPoolAllocator(4096, page_size=16),
-        compat.BlockAllocator(100),
-    )
+    slots, blocks = compat.TokenToKVPoolAllocator(4096, page_size=16), compat.BlockAllocator(100)
     with no_waiting():
         for _ in range(50):
             got = slots.alloc(100)
@@ -48,11 +46,44 @@ def test_rows_and_what_is_written_to_them():
         rows.free(row)
 
 
-def test_table_pushes():
-    pages, table, copy = FreeList(1000), PageTable(8, 100, 4), DeviceTable(8, 100)
+def test_table_writes():
+    table = DeviceTable(8, 100)
     with no_waiting():
         for step in range(1, 50):
-            copy.write(*table.grow(pages, range(1, 9), [4 * step] * 8).writes)
+            table.write(np.arange(100, 100 + step), np.full(step, step))
+
+
+def test_steps_of_a_manager():
+    """Prompts, decoding, a fork with its page copies, a release: plan, apply, batch, store."""
+    layout = Layout([FullAttention(kv_heads=2, k_dim=16, v_dim=16)] * 2, 8)
+    sizes = {"num_rows": 4, "max_tokens": 256}
+    manager, pools = Manager(layout, {"full": 100}, **sizes), Pools(layout, {"full": 100}, **sizes)
+    rows = [manager.admit(range(at, at + 20)).row for at in (1, 2)]
+    keys = torch.randn(64, 2, 16, device="cuda")
+    counts = [20, 20]
+
+    def step() -> None:
+        delta = manager.plan(rows, counts)
+        pools.apply(delta)
+        batch = pools.batch(delta, pad_to=(4, 64))
+        for number in range(2):
+            pools.layer(number).store(batch, keys, keys)
+        assert batch.host.lengths[: len(rows)].tolist() == manager.computed(rows).tolist()
+        manager.commit(rows, list(range(sum(counts))), counts)
+        manager.pass_fence(delta.step)
+
+    step()  # compiles
+    with no_waiting():
+        for number in range(50):
+            if number == 5:
+                rows.append(manager.fork(rows[0]))
+            if number == 20:
+                manager.release(rows.pop(0))
+            manager.reserve(rows, 3)
+            counts = [3] * len(rows)
+            step()
+    manager.check()
+    pools.check()
 
 
 def test_stores_and_packs():
@@ -70,10 +101,7 @@ def test_stores_and_packs():
 
 def test_states():
     states = StatePool(8, 2, {"s": StateSpec((3,), torch.float32)})
-    gdn, rows = (
-        compat.GDNPool(4, 2, 2, 4, 6, 20, 4, max_track_slots=2),
-        torch.tensor([1, 2], device="cuda"),
-    )
+    gdn, rows = compat.GDNPool(4, 2, 2, 4, 6, 20, 4, max_track_slots=2), torch.tensor([1, 2], device="cuda")
     with no_waiting():
         states.reset([1, 2])
         states.copy([1], [2])

@@ -13,14 +13,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from differential.entry_layouts import ENTRIES
+from pagoda.kernels import _batch_fused as batch_fused
 from pagoda.kernels import _casts_fused, _pages_fused, _store_fused, _tokens_fused
 from pagoda.kernels import _compress_fused as compress_fused
 from pagoda.kernels import _entries_fused as entries_fused
 from pagoda.kernels import _fused as fused
 from pagoda.kernels import _gather_fused as gather_fused
-from pagoda.kernels import _views_fused as views_fused
 from pagoda.kernels._regions import Regions
-from pagoda.kernels._views_reference import ViewBuffers, ViewSpec
 from pagoda.kernels.entries import Codec, Ring, Tokens
 
 CAPABILITY = int(sys.argv[1])
@@ -73,7 +72,9 @@ def pages() -> None:
     _pages_fused.pack(ints(3), buffers, addresses, packed)
     _pages_fused.unpack(ints(3), buffers, addresses, packed)
     _pages_fused.copy_pages(ints(3), ints(3), buffers, addresses)
-    fused.write_table(ints(20), 10, ints(40))
+    for offset, n in ((0, 10), (1, 1), (3, 16)):  # any delta, aligned or not, one kernel
+        fused._launch_writes.compiled.clear()
+        fused.write_table(ints(40)[offset:], 16 - offset, offset, n, ints(40)[offset:])
     for at, value in ((0, -1), (3, 1), (16, 2**31 - 1)):  # any numbers, one kernel
         fused._launch_set.compiled.clear()
         fused.set_table(ints(40)[at % 3 :], at, value, 20, at)
@@ -84,29 +85,32 @@ def pages() -> None:
     gather_fused.gather(ints(3), buffers, addresses, 16, outs, addresses)
 
 
-def views() -> None:
-    """Any batch, aligned or not: `Launch` launches for all what the first one compiled."""
-    rows, lengths, starts, table = ints(64), ints(64), ints(65), ints(17, 20)
+def batches() -> None:
+    """Any step, aligned or not: `Launch` launches for all what the first one compiled."""
     for window, max_tokens in ((0, 64), (100, 1)):
-        buffers = ViewBuffers(
-            seq_lens=ints(8),
-            query_start_loc=ints(9),
-            block_table=ints(8, 20),
+        group = batch_fused.GroupPages(
+            max_pages=20,
+            page_tokens=64,
+            kernel_page_tokens=64,
+            window=window,
+            slot_mapping=torch.zeros(max_tokens, dtype=torch.int64),
+            page_table=ints(8, 20),
             indptr=ints(9),
             indices=ints(160),
             last_page_len=ints(8),
             begins=ints(8),
-            slot_mapping=torch.zeros(max_tokens, dtype=torch.int64),
         )
-        prepared = views_fused.prepare([ViewSpec(buffers, 20, 64, 64, window)], torch.device("cpu"))
-        for batch in (1, 2, 3, 7):
-            for at in (0, 1):
-                views_fused._launch_count.compiled.clear()
-                views_fused._launch_fill.compiled.clear()
-                some = slice(at, at + batch)
-                views_fused.refresh(
-                    prepared, table[at:], 17 - at, rows[some], lengths[some], starts[at : at + batch + 1]
-                )
+        out = ints(8), ints(8), ints(9), torch.zeros(max_tokens, dtype=torch.int64)
+        for groups in ([group], [group, group]):
+            prepared = batch_fused.prepare(groups, torch.device("cpu"))
+            for num_rows in (0, 1, 2, 7):
+                for offset in (0, 1):
+                    batch_fused._launch_count.compiled.clear()
+                    batch_fused._launch_fill.compiled.clear()
+                    sections = (offset, 16, 32 + offset)
+                    batch_fused.fill(
+                        prepared, ints(681)[offset:], 17, ints(64)[offset:], sections, num_rows, 8, 1, out
+                    )
 
 
 def entries() -> None:
@@ -146,7 +150,7 @@ def compressors(tokens: Tokens) -> None:
             compress_fused.push(tokens, given, given, state, state)
 
 
-for part in (stores, pages, views, entries):
+for part in (stores, pages, batches, entries):
     part()
 for name, variants in sorted(compiled.items()):
     print(name, len(variants))

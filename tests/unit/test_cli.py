@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
 
 
 def pool_is_toured(text: str) -> bool:
-    assert ("── The pool" in text) == ("0 held, 0 quarantined, 47 free" in text)
+    assert ("── The pool" in text) == ("0 in use, 0 waiting for a fence, 47 free" in text)
     return "── The pool" in text
 
 

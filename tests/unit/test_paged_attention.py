@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda import FullAttention, LatentAttention, Layout, TokenPool, WindowAttention
-from pagoda.attention import PagedView, paged_attention
 from pagoda.attention import _paged as paged
+from pagoda.attention import nhd_pages, paged_attention
 from pagoda.errors import ArgumentError
-from pagoda.layout import latent
+from pagoda.layout import FullAttention, LatentAttention, Layout, WindowAttention, latent
+from pagoda.pools import GroupBatch, Pools
 from profiles import examples
+from unit.deltas import delta_of
 
 NUM_PAGES = 60
 
@@ -39,7 +40,7 @@ class Case:
     def __init__(
         self,
         model: Model,
-        rows: list[tuple[int, int]],  # (length, queries); (0, n) is padding
+        rows: list[tuple[int, int]],  # (length, queries)
         page: int = 4,
         kernel_page: int | None = None,
         device: str = "cpu",
@@ -56,14 +57,21 @@ class Case:
                 kind = WindowAttention(
                     **sizes, dtype=model.dtype, window=model.window, sink_tokens=model.sink_tokens
                 )
-        (group,) = Layout([kind], page).paged_groups
-        is_fp8 = model.dtype.startswith("float8")
-        scales: dict[str, Any] = {"k_scale": [0.25], "v_scale": [0.5]} if is_fp8 else {}
-        self.pool = TokenPool.from_group(group, NUM_PAGES, device, **scales)
+        layout = Layout([kind], page)
+        (group,) = layout.paged_groups
+        scales: dict[str, Any] = {}
+        if model.dtype.startswith("float8"):
+            scales = {"k_scale": {group.name: [0.25]}, "v_scale": {group.name: [0.5]}}
+        most = max(1, *(-(-length // page) for length, _ in rows))
+        num_rows, num_tokens = len(rows) + 2, sum(count for _, count in rows)
+        self.pools = Pools(
+            layout, {group.name: NUM_PAGES}, num_rows=num_rows, max_tokens=most * page, device=device,
+            max_step_tokens=num_tokens + 3, kernel_page_tokens={group.name: kernel_page or page}, **scales,
+        )  # fmt: skip
+        self.layer, self.pool = self.pools.layer(0), self.pools[group.name]
         for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
             buffer.copy_(torch.full(buffer.shape, math.nan).to(buffer.dtype))
-        most = max(1, *(-(-length // page) for length, _ in rows))
-        table = torch.randint(1, NUM_PAGES, (len(rows) + 1, most), generator=random, dtype=torch.int32)
+        table = torch.randint(1, NUM_PAGES, (num_rows + 1, most), generator=random, dtype=torch.int32)
         ids = (torch.randperm(NUM_PAGES - 1, generator=random) + 1).tolist()
         kv_heads = 1 if model.is_latent else model.kv_heads
         self.keys, self.values = [], []
@@ -86,34 +94,33 @@ class Case:
             kept = [at for at in range(length) if pages[at // page]]
             slots = [pages[at // page] * page + at % page for at in kept]
             self.pool.store(0, slots, k[kept].to(device), None if model.is_latent else v[kept].to(device))
-        starts = torch.tensor([0, *itertools.accumulate(q for _, q in rows)], dtype=torch.int32)
-        self.num_tokens = int(starts[-1])
-        self.queries = torch.randn(self.num_tokens, model.heads, model.k_dim, generator=random)
+        self.queries = torch.randn(num_tokens, model.heads, model.k_dim, generator=random)
         self.sinks = torch.randn(model.heads, generator=random) if model.has_sinks else None
-        self.view = PagedView(
-            group, len(rows) + 2, self.num_tokens + 3, most, device, kernel_page_tokens=kernel_page
+        delta = delta_of(
+            1,
+            rows=range(1, len(rows) + 1),
+            lengths=[length for length, _ in rows],
+            counts=[count for _, count in rows],
+            places=range(most, table.numel()),
+            page_ids=table.flatten()[most:].tolist(),
+            num_groups=1,
         )
-        numbers = [number if length else 0 for number, (length, _) in enumerate(rows, 1)]
-        lengths = [length for length, _ in rows]
-        self.view.refresh(
-            table.to(device),
-            *(torch.tensor(x, dtype=torch.int32, device=device) for x in (numbers, lengths)),
-            starts.to(device),
-        )
+        self.pools.apply(delta)
+        self.batch = self.pools.batch(delta, pad_to=(num_rows, num_tokens + 3))
+
+    @property
+    def view(self) -> GroupBatch[torch.Tensor]:
+        return self.batch[self.layer.group.name]
 
     def attend(self, queries: torch.Tensor | None = None) -> torch.Tensor:
         model = self.model
         return paged_attention(
             (self.queries if queries is None else queries).to(self.pool.device),
-            self.pool.k_buffer[0],
-            None if model.is_latent else self.pool.v_buffer[0],
-            self.view,
+            self.layer,
+            self.batch,
             scale=model.scale,
             softcap=model.softcap,
             sinks=None if self.sinks is None else self.sinks.to(self.pool.device),
-            v_dim=model.v_dim if model.is_latent else None,
-            k_scale=self.pool.k_scale[0],
-            v_scale=self.pool.v_scale[0],
         ).cpu()
 
     def plain(self) -> torch.Tensor:
@@ -125,9 +132,6 @@ class Case:
             for offset in range(num_queries):
                 at = length - num_queries + offset
                 for head in range(model.heads):
-                    if not length:
-                        outs.append(torch.zeros(model.v_dim, dtype=torch.float64))
-                        continue
                     which = head * keys.shape[1] // model.heads
                     read = [
                         p
@@ -152,7 +156,7 @@ def kept(tokens: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor
     return tokens.to(dtype).double()
 
 
-MIXED = [(9, 1), (0, 1), (17, 17), (13, 5), (1, 1), (0, 0), (8, 1), (20, 5)]
+MIXED = [(9, 1), (0, 0), (17, 17), (13, 5), (1, 1), (6, 0), (8, 1), (20, 5)]
 SHAPES = {
     "grouped": Model(),
     "one-to-one": Model(heads=3, kv_heads=3),
@@ -189,8 +193,7 @@ def test_any_batch_page_tokens_and_window(data: st.DataObject):
     rows = []
     for _ in range(data.draw(st.integers(1, 5))):
         length = data.draw(st.integers(0, 11))
-        most = length if length else 2
-        rows.append((length, min(most, data.draw(st.sampled_from([0, 1, 1, 2, 11])))))
+        rows.append((length, min(length, data.draw(st.sampled_from([0, 1, 1, 2, 11])))))
     if not any(q for _, q in rows):
         rows[0] = (3, 1)
     window = data.draw(st.sampled_from([None, 1, 2, 5]))
@@ -202,7 +205,7 @@ def test_any_batch_page_tokens_and_window(data: st.DataObject):
 
 def test_the_first_tokens_are_read_however_far_the_window_is():
     case = Case(Model(window=3, sink_tokens=2), [(19, 2), (30, 1)])
-    assert 0 in case.view.block_table[0, :4].tolist()  # a hole between the sinks and the window
+    assert 0 in case.view.page_table[0, :4].tolist()  # a hole between the sinks and the window
     torch.testing.assert_close(case.attend().double(), case.plain(), rtol=1e-5, atol=1e-5)
 
 
@@ -247,19 +250,18 @@ def test_long_prefills_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch):
     torch.testing.assert_close(case.attend(), whole)
 
 
-def test_tokens_of_nobody_and_rows_of_length_0_get_0():
-    case = Case(Model(has_sinks=True), [(0, 2), (5, 1)])
-    out = case.attend(torch.full((6, 4, 8), 3.0))
-    assert not out[:2].any()
-    assert out[2].abs().min() > 0
-    assert not out[3:].any()
+def test_padding_gets_0():
+    case = Case(Model(has_sinks=True), [(0, 0), (5, 1)])
+    out = case.attend(torch.full((4, 4, 8), 3.0))  # one query, and padding
+    assert out[0].abs().min() > 0
+    assert not out[1:].any()
 
 
 def test_a_query_that_can_read_nothing_gets_0():
     case = Case(Model(window=2), [(8, 1)])
-    case.view.block_table.zero_()  # as if the window's pages had been given up
+    case.view.page_table.zero_()  # as if the window's pages had been given up
     assert not case.attend().any()
-    case.view.block_table.fill_(NUM_PAGES + 1)  # no such page: the pool ends before it
+    case.view.page_table.fill_(NUM_PAGES + 1)  # no such page: the pool ends before it
     assert not case.attend().any()
 
 
@@ -282,7 +284,7 @@ def test_a_prefill_in_parts_and_decoding_give_what_one_prefill_gives():
         part.pool.store(0, [0], part.keys[0][:1], part.values[0][:1])  # page 0 may hold anything
         slots = torch.full((length,), -1)
         first = max(0, length - num_queries - 4)
-        pages = part.view.block_table[0].tolist()
+        pages = part.view.page_table[0].tolist()
         for at in range(first, length):
             slots[at] = pages[at // 4] * 4 + at % 4
         part.pool.store(0, slots, whole.keys[0][:length], whole.values[0][:length])
@@ -290,34 +292,85 @@ def test_a_prefill_in_parts_and_decoding_give_what_one_prefill_gives():
         torch.testing.assert_close(part.attend(queries), together[length - num_queries : length])
 
 
+# ── back ends, as they document themselves ──────────────────────────────────────────────────────────
+
+
+def attended(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """One query [heads, k_dim] over the keys [n, kv_heads, k_dim] that it reads, in float64."""
+    repeats = q.shape[0] // keys.shape[1]
+    k, v = (each.double().repeat_interleave(repeats, 1) for each in (keys, values))
+    weights = torch.softmax(torch.einsum("hd,nhd->hn", q.double(), k) * q.shape[1] ** -0.5, 1)
+    return torch.einsum("hn,nhd->hd", weights, v)
+
+
+def as_flashinfer(case: Case) -> torch.Tensor:
+    """BatchPrefillWithPagedKVCacheWrapper: of row i, pages indices[indptr[i] : indptr[i + 1]], of which the
+    last has last_page_len[i] tokens; queries are the last ones; window_left keys before each are read."""
+    view, outs = case.view, []
+    k_pages, v_pages = (nhd_pages(b[0], view.page_tokens) for b in (case.pool.k_buffer, case.pool.v_buffer))
+    indptr, starts = view.indptr.tolist(), case.batch.query_start_loc.tolist()
+    for i in range(case.batch.num_rows):
+        pages = view.indices[indptr[i] : indptr[i + 1]].long()
+        kv_len = (len(pages) - 1) * view.page_tokens + int(view.last_page_len[i])
+        keys, values = k_pages[pages].flatten(0, 1), v_pages[pages].flatten(0, 1)
+        for query in range(starts[i], starts[i + 1]):
+            own = kv_len - (starts[i + 1] - query)
+            first = 0 if view.window_left < 0 else max(0, own - view.window_left)
+            outs.append(attended(case.queries[query], keys[first : own + 1], values[first : own + 1]))
+    return torch.stack(outs)
+
+
+def as_flashattention(case: Case) -> torch.Tensor:
+    """flash_attn_varlen_func with a block_table: key p of row i lies in page block_table[i, p // page size];
+    query j of row i reads keys [j + seqlen_k − seqlen_q − left, j + seqlen_k − seqlen_q]."""
+    view, outs = case.view, []
+    k_pages, v_pages = (nhd_pages(b[0], view.page_tokens) for b in (case.pool.k_buffer, case.pool.v_buffer))
+    starts = case.batch.query_start_loc.tolist()
+    for i in range(case.batch.num_rows):
+        for query in range(starts[i], starts[i + 1]):
+            own = int(case.batch.lengths[i]) - (starts[i + 1] - query)
+            first = 0 if view.window_left < 0 else max(0, own - view.window_left)
+            at = torch.arange(first, own + 1)
+            pages = view.page_table[i, at // view.page_tokens].long()
+            read = pages, at % view.page_tokens
+            outs.append(attended(case.queries[query], k_pages[read], v_pages[read]))
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("back_end", [as_flashinfer, as_flashattention])
+@pytest.mark.parametrize("kernel_page", [None, 2])
+@pytest.mark.parametrize("window", [None, 1, 6, 100])
+def test_back_ends_read_the_same_from_a_batch(back_end: Any, kernel_page: int | None, window: int | None):
+    case = Case(Model(window=window), MIXED, kernel_page=kernel_page, seed=5)
+    torch.testing.assert_close(back_end(case), case.attend().double(), rtol=1e-5, atol=1e-5)
+
+
 def test_bad_input_is_refused():
     case = Case(Model(), [(5, 2)])
-    view, k, v = case.view, case.pool.k_buffer[0], case.pool.v_buffer[0]
-    q = case.queries
+    layer, batch, q = case.layer, case.batch, case.queries
     calls: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-        ((q[0], k, v, view), {}, "queries"),
-        ((q.int(), k, v, view), {}, "queries"),
-        ((q.to("meta"), k, v, view), {}, "queries is on meta"),
-        ((q[:1], k, v, view), {}, "there are 1"),
-        ((q[:, :3], k, v, view), {}, "multiple"),
-        ((q[:, :0], k, v, view), {}, "multiple"),
-        ((q[..., :7], k, v, view), {}, "heads of 7"),
-        ((q, k[:, 0], v, view), {}, "keys"),
-        ((q, k[:-1], v[:-1], view), {}, "whole number of pages"),
-        ((q, k, v[:, :1], view), {}, "values of"),
-        ((q, k, None, view), {}, "v_dim, scale"),
-        ((q, k, None, view), {"v_dim": 4}, "v_dim, scale"),
-        ((q, k, None, view), {"v_dim": 9, "scale": 1.0}, "8 dimensions"),
-        ((q, k, None, view), {"v_dim": 0, "scale": 1.0}, "v_dim"),
-        ((q, k, v, view), {"v_dim": 4}, "v_dim"),
-        ((q, k, v, view), {"sinks": torch.zeros(3)}, "sinks"),
-        ((q, k, v, view), {"sinks": [0.0] * 4}, "sinks"),
-        ((q, k, v, view), {"softcap": 0.0}, "softcap"),
-        ((q, k, v, view), {"softcap": math.nan}, "softcap"),
-        ((q, k, v, view), {"scale": "1/8"}, "scale"),
-        ((q, k, v, view), {"k_scale": math.inf}, "k_scale"),
-        ((q, k, v, view.buffers), {}, "view"),
+        ((q[0], layer, batch), {}, "queries"),
+        ((q.int(), layer, batch), {}, "queries"),
+        ((None, layer, batch), {}, "queries"),
+        ((q.to("meta"), layer, batch), {}, "queries is on meta"),
+        ((q[:1], layer, batch), {}, "there are 1"),
+        ((q[:, :3], layer, batch), {}, "multiple"),
+        ((q[:, :0], layer, batch), {}, "multiple"),
+        ((q[..., :7], layer, batch), {}, "heads of 7"),
+        ((q, layer.keys, batch), {}, "layer: give what Pools.layer returned, not Tensor"),
+        ((q, 0, batch), {}, "layer: give what Pools.layer returned, not int"),
+        ((q, layer, batch["full"]), {}, "batch: give what Pools.batch returned, not GroupBatch"),
+        ((q, layer, batch.host), {}, "batch: give what Pools.batch returned, not HostBatch"),
+        ((q, layer, batch), {"sinks": torch.zeros(3)}, "sinks"),
+        ((q, layer, batch), {"sinks": [0.0] * 4}, "sinks"),
+        ((q, layer, batch), {"softcap": 0.0}, "softcap"),
+        ((q, layer, batch), {"softcap": math.nan}, "softcap"),
+        ((q, layer, batch), {"scale": "1/8"}, "scale"),
+        ((q, layer, batch), {"scale": math.inf}, "scale"),
     ]
     for positional, named, match in calls:
         with pytest.raises(ArgumentError, match=match):
             paged_attention(*positional, **named)
+    latents = Case(SHAPES["latent"], [(5, 2)])
+    with pytest.raises(ArgumentError, match="scale: give it for latent attention"):
+        paged_attention(latents.queries, latents.layer, latents.batch)

@@ -11,24 +11,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda import (
-    CapacityError,
-    ConfigError,
+from pagoda import kernels
+from pagoda.errors import ArgumentError, CapacityError, ConfigError, OutOfRangeError
+from pagoda.layout import (
     FullAttention,
     GatedDelta,
     LatentAttention,
     Layout,
-    TokenPool,
     WindowAttention,
     from_hf,
-    kernels,
+    latent,
     model_config,
 )
-from pagoda.errors import ArgumentError, OutOfRangeError
-from pagoda.layout import latent
 from pagoda.manager import Delta, Manager
-from pagoda.pools import Pools
+from pagoda.pools import Batch, Pools, TokenPool
 from profiles import examples
+from unit import deltas
+from unit.deltas import packed_of
 
 FULL = FullAttention(kv_heads=2, k_dim=4, v_dim=6, dtype="float32")
 WINDOW = WindowAttention(kv_heads=1, k_dim=8, v_dim=8, window=6, dtype="float16")
@@ -48,12 +47,12 @@ def pools_of(layout: Layout = TWO, capacity: dict[str, int] = CAPACITY, **sizes:
 
 
 def delta_of(
-    step: int, index: list[int], page_ids: list[int], copies: list[tuple[list[int], list[int]]]
+    step: int, places: list[int], page_ids: list[int], copies: list[tuple[list[int], list[int]]], **rows: Any
 ) -> Delta:
-    """A delta in the order of docs/manager.md, put together by hand."""
-    head = [step, 0, len(index), *(len(sources) for sources, _ in copies)]
-    body = [*index, *page_ids, *(page for sources, targets in copies for page in (*sources, *targets))]
-    return Delta(np.array(head + body, dtype=np.int32), len(copies))
+    """A delta put together by hand."""
+    return deltas.delta_of(
+        step, places=places, page_ids=page_ids, copies=copies, num_groups=len(copies), **rows
+    )
 
 
 def pages_of(pool: TokenPool) -> npt.NDArray[np.uint8]:
@@ -64,6 +63,25 @@ def pages_of(pool: TokenPool) -> npt.NDArray[np.uint8]:
 
 def content(pools: Pools) -> tuple[bytes, ...]:
     return (pools.flat_table.numpy().tobytes(), *(pages_of(p).tobytes() for p in pools.pools.values()))
+
+
+def host_tables(pools: Pools) -> dict[str, list[list[int]]]:
+    """What the host's own tables say of rows 1 and up, by group: rows at their longest, one by one."""
+    found: dict[str, list[list[int]]] = {name: [] for name in pools.pools}
+    shapes = {name: pools._buffers.shape(name)[0] for name in pools._buffers.tensors}
+    for row in range(1, pools.num_rows + 1):
+        arrays = {name: np.zeros(shape, dtype=np.int64) for name, shape in shapes.items()}
+        length = [pools.max_tokens]
+        delta = deltas.delta_of(1, rows=[row], lengths=length, counts=length, num_groups=len(found))
+        pools._rank.fill(delta.packed, 1, *length, [array.ctypes.data for array in arrays.values()])
+        for name in found:
+            found[name].append(
+                arrays[f"{name}.page_table"]
+                .reshape(-1)
+                .view(np.int32)[: pools.tables[name].shape[1]]
+                .tolist()
+            )
+    return found
 
 
 # ── what is built ───────────────────────────────────────────────────────────────────────────────────
@@ -80,8 +98,6 @@ def test_tables_are_views_of_one_tensor_in_the_order_of_the_groups():
     assert pools.tables["window"][0, 0] == 20
     assert pools.tables["window"][3, 9] == 59
     assert pools.flat_table.dtype == torch.int32
-    manager = Manager(TWO, CAPACITY, **SIZES)
-    assert {name: tuple(table.shape) for name, table in pools.tables.items()} == manager.table_shapes
     assert (pools["full"].num_pages, pools["window"].page_tokens) == (7, 2)
     pools.check()
 
@@ -89,7 +105,10 @@ def test_tables_are_views_of_one_tensor_in_the_order_of_the_groups():
 def test_memory_is_what_groups_say_and_the_tables():
     pools = Pools(TWO, CAPACITY, **SIZES, device="cpu")
     # With padding pages: 2 layers of 4 tokens of 2 heads of 4 + 6 floats; 1 layer of 2 tokens of 16 halves.
-    assert pools.memory_bytes() == 8 * (2 * 4 * 2 * 10 * 4) + 10 * (2 * 16 * 2) + 60 * 4
+    pages = 8 * (2 * 4 * 2 * 10 * 4) + 10 * (2 * 16 * 2)
+    buffers = sum(buffer.nbytes for buffer in pools._buffers.tensors.values())
+    assert pools.memory_bytes() == pages + 60 * 4 + buffers
+    assert pools.memory_bytes() == sum(tensor.nbytes for tensor in pools.tensors())
 
 
 def test_pools_made_under_inference_mode_are_written_outside_of_it():
@@ -113,15 +132,15 @@ def test_scales_reach_the_groups_they_name():
     [
         ({"layout": "llama"}, "layout: give a Layout"),
         ({"layout": Layout([[]])}, "stores nothing"),
-        ({"capacity": {"full": 7}}, "capacity: give the pages of each group: full, window"),
-        ({"capacity": {**CAPACITY, "more": 1}}, "capacity: give the pages"),
-        ({"capacity": 5}, "capacity: give the pages"),
+        ({"capacity": {"full": 7}}, "capacity: give the number of pages of each group: full, window"),
+        ({"capacity": {**CAPACITY, "more": 1}}, "capacity: give the number of pages"),
+        ({"capacity": 5}, "capacity: give the number of pages"),
         ({"capacity": {**CAPACITY, "full": -1}}, "capacity of full"),
         ({"num_rows": 0}, "num_rows"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"num_rows": 2**24, "max_tokens": 2**12}, "pass 2\\^31"),
+        ({"num_rows": 2**24, "max_tokens": 2**12}, "exceed 2\\^31"),
         ({"device": "abacus"}, "device"),
-        ({"k_scale": {"other": [1.0]}}, "k_scale: give scales by the name of a group"),
+        ({"k_scale": {"other": [1.0]}}, "k_scale: give a mapping by group: full, window"),
         ({"v_scale": {"full": [1.0, 1.0]}}, "only fp8 pools have scales"),
         ({"staging": 3}, "staging"),
     ],
@@ -188,7 +207,7 @@ def test_one_launch_copies_pages_only_where_no_source_is_a_target(monkeypatch: p
 
 
 @st.composite
-def deltas(draw: st.DrawFn, step: int) -> Delta:
+def some_deltas(draw: st.DrawFn, step: int) -> Delta:
     """Any delta that the pools of TWO can carry out."""
     index, page_ids = [], []
     for offset, columns, num_pages in ((0, 5, 7), (20, 10, 9)):
@@ -209,9 +228,9 @@ def test_any_sequence_of_deltas_is_what_plain_arrays_say(data: st.DataObject):
     table = np.zeros(60, dtype=np.int32)
     pages = [pages_of(pool) for pool in pools.pools.values()]
     for step in range(1, data.draw(st.integers(1, 4)) + 1):
-        delta = data.draw(deltas(step))
+        delta = data.draw(some_deltas(step))
         pools.apply(pickle.loads(pickle.dumps(delta)))
-        table[delta.index] = delta.page_ids
+        table[delta.places] = delta.page_ids
         for content_of, (sources, targets) in zip(pages, delta.copies, strict=True):
             content_of[targets] = content_of[sources]  # numpy gathers first
         assert np.array_equal(pools.flat_table.numpy(), table)
@@ -222,14 +241,21 @@ def test_any_sequence_of_deltas_is_what_plain_arrays_say(data: st.DataObject):
 
 
 NONE: list[tuple[list[int], list[int]]] = [([], []), ([], [])]
+
+
+def step_of(**rows: Any) -> Delta:
+    """A delta with writes that are right, and rows that are not."""
+    return delta_of(1, [5], [1], NONE, **rows)
+
+
 WRONG = [
     # Places: before the tables, in the padding row of each group, behind the tables.
-    (delta_of(1, [5, -1], [1, 1], NONE), OutOfRangeError, r"index\[1\] = -1"),
-    (delta_of(1, [5, 4], [1, 1], NONE), OutOfRangeError, r"index\[1\] = 4 .*row 0"),
-    (delta_of(1, [0], [0], NONE), OutOfRangeError, r"index\[0\] = 0 "),
-    (delta_of(1, [20], [1], NONE), OutOfRangeError, r"index\[0\] = 20 "),
-    (delta_of(1, [29], [1], NONE), OutOfRangeError, r"index\[0\] = 29 "),
-    (delta_of(1, [5, 60], [1, 1], NONE), OutOfRangeError, r"index\[1\] = 60 .*60 places"),
+    (delta_of(1, [5, -1], [1, 1], NONE), OutOfRangeError, r"places\[1\] = -1"),
+    (delta_of(1, [5, 4], [1, 1], NONE), OutOfRangeError, r"places\[1\] = 4 .*row 0 are padding"),
+    (delta_of(1, [0], [0], NONE), OutOfRangeError, r"places\[0\] = 0 "),
+    (delta_of(1, [20], [1], NONE), OutOfRangeError, r"places\[0\] = 20 "),
+    (delta_of(1, [29], [1], NONE), OutOfRangeError, r"places\[0\] = 29 "),
+    (delta_of(1, [5, 60], [1, 1], NONE), OutOfRangeError, r"places\[1\] = 60 .*60 places"),
     (delta_of(1, [2**31 - 1], [1], NONE), OutOfRangeError, "2147483647"),
     # Pages: each group has its own number of them.
     (delta_of(1, [5, 30], [8, 9], NONE), OutOfRangeError, r"page_ids\[0\] = 8 .*group full are 1 to 7"),
@@ -243,35 +269,60 @@ WRONG = [
     (delta_of(1, [5], [1], [([0], [1]), ([], [])]), OutOfRangeError, "sources of group full.* = 0"),
     (delta_of(1, [5], [1], [([1], [2]), ([3, 4], [5, 10])]), OutOfRangeError, r"group window\[1\] = 10"),
     (delta_of(1, [5], [1], [([-1], [2]), ([], [])]), OutOfRangeError, "= -1"),
-    (delta_of(1, [5], [1], [([1, 2], [3, 3]), ([], [])]), ArgumentError, "group full stands twice"),
+    (
+        delta_of(1, [5], [1], [([1, 2], [3, 3]), ([], [])]),
+        ArgumentError,
+        "a page of group full is copied to twice",
+    ),
     # Deltas of somebody else.
-    (delta_of(1, [5], [1], [([], [])]), ArgumentError, "of 1 groups, and these pools have 2: full, window"),
-    (delta_of(1, [5], [1], [*NONE, ([], [])]), ArgumentError, "of 3 groups"),
-    (delta_of(0, [5], [1], NONE), ArgumentError, "of step 0, .*of step 1"),
-    (delta_of(2, [5], [1], NONE), ArgumentError, "of step 2, .*of step 1"),
-    (np.array([1, 0, 0, 0]), ArgumentError, "give what Manager.take_delta gave, not ndarray"),
+    (
+        delta_of(1, [5], [1], [([], [])]),
+        ArgumentError,
+        "it has 1 groups, and these pools have 2: full, window",
+    ),
+    (delta_of(1, [5], [1], [*NONE, ([], [])]), ArgumentError, "it has 3 groups"),
+    (delta_of(0, [5], [1], NONE), ArgumentError, "of step 0, .* the next one is step 1"),
+    (delta_of(2, [5], [1], NONE), ArgumentError, "of step 2, .* the next one is step 1"),
+    (np.array([1, 0, 0, 0]), ArgumentError, "give what Manager.plan returned, not ndarray"),
     (None, ArgumentError, "not NoneType"),
+    # Rows of the step: numbers, lengths, counts and where they begin.
+    (step_of(rows=[1, 4], lengths=[1, 1], counts=[1, 1]), OutOfRangeError, r"rows\[1\] = 4 .*1 to 3"),
+    (step_of(rows=[0], lengths=[1], counts=[1]), OutOfRangeError, r"rows\[0\] = 0 "),
+    (step_of(rows=[-1], lengths=[1], counts=[1]), OutOfRangeError, r"rows\[0\] = -1 "),
+    (step_of(rows=[1], lengths=[21], counts=[1]), ArgumentError, "1 of 21 tokens, .* at most 20"),
+    (step_of(rows=[1], lengths=[3], counts=[4]), ArgumentError, "4 of 3 tokens"),
+    (step_of(rows=[1], lengths=[3], counts=[-1]), ArgumentError, "-1 of 3 tokens"),
+    (step_of(rows=[1], lengths=[-1], counts=[-1], starts=[0, -1]), ArgumentError, "-1 of -1 tokens"),
+    (step_of(rows=[1, 2], lengths=[3, 3], counts=[1, 2], starts=[0, 1, 2]), ArgumentError, "sums of counts"),
+    (step_of(rows=[1, 2], lengths=[3, 3], counts=[1, 2], starts=[1, 2, 4]), ArgumentError, "sums of counts"),
 ]
 
 
 @pytest.mark.parametrize(("delta", "error", "said"), WRONG)
 def test_a_wrong_delta_is_refused_and_changes_nothing(delta: Any, error: type[Exception], said: str):
     pools = pools_of()
-    before = content(pools)
+    before, mirror = content(pools), host_tables(pools)
     with pytest.raises(error, match=said):
         pools.apply(delta)
     assert content(pools) == before
+    assert host_tables(pools) == mirror
     assert pools.step == 0
+    with pytest.raises(ArgumentError, match="none was applied yet"):
+        pools.batch(delta)
     pools.apply(delta_of(1, [5], [1], [([1], [2]), ([3], [4])]))  # and the right one still goes
     assert content(pools) != before
+    assert host_tables(pools) != mirror
 
 
 @settings(max_examples=examples(60))
 @given(data=st.data())
 def test_a_delta_with_one_wrong_number_changes_nothing(data: st.DataObject):
-    delta = data.draw(deltas(1).filter(lambda delta: delta.packed.size > 5))
-    at = data.draw(st.integers(5, delta.packed.size - 1))
-    delta.packed[at] = data.draw(st.sampled_from([-(2**31), -1, 60, 1000, 2**31 - 1]))
+    delta = data.draw(some_deltas(1).filter(lambda delta: delta.places.size > 0))
+    parts = [delta.places, delta.page_ids, *(ids for pair in delta.copies for ids in pair)]
+    part = data.draw(st.sampled_from([part for part in parts if part.size]))
+    part[data.draw(st.integers(0, part.size - 1))] = data.draw(
+        st.sampled_from([-(2**31), -1, 60, 1000, 2**31 - 1])
+    )
     pools = pools_of()
     before = content(pools)
     with pytest.raises(OutOfRangeError):
@@ -279,14 +330,50 @@ def test_a_delta_with_one_wrong_number_changes_nothing(data: st.DataObject):
     assert content(pools) == before
 
 
-def test_a_delta_whose_sizes_were_changed_is_refused():
+@pytest.mark.parametrize(
+    ("at", "value", "said"),
+    [
+        (0, 1, "do not begin with its format"),
+        (1, -1, "a negative number"),
+        (3, -2, "a negative number"),
+        (4, -1, "the directory is cut off"),
+        (4, 100, "the directory is cut off"),
+        (4, 1, "belong together differ in size"),
+        (6, 7, "a section is of no group"),
+        (6, -1, "a section is of no group"),
+        (7, 3, "a section is cut off"),
+        (7, 1000, "a section is cut off"),
+        (8, -1, "a section is cut off"),
+        (8, 2**31 - 1, "a section is cut off"),
+        (8, 2, "belong together differ in size"),
+    ],
+)
+def test_a_delta_whose_head_was_changed_is_refused(at: int, value: int, said: str):
+    # The head: format, step, 0, groups, sections; then kind, group, begin and size of "places".
     pools, delta = pools_of(), delta_of(1, [5], [1], NONE)
     before = content(pools)
-    for sizes in ([-1, 2, 0], [2, 0, 0], [0, 0, 0]):
-        delta.packed[2:5] = sizes
-        with pytest.raises(ArgumentError, match="no delta of 2 groups"):
-            pools.apply(delta)
+    delta.packed[at] = value
+    with pytest.raises(ArgumentError, match=said):
+        pools.apply(delta)
     assert content(pools) == before
+    with pytest.raises(ArgumentError, match=said):
+        Delta(delta.packed)
+
+
+def test_sections_of_an_unknown_kind_are_passed_over():
+    packed = packed_of(1, 2, [(99, 0, [1, 2, 3]), (5, 0, [5]), (98, 1, [4]), (6, 0, [3])])
+    pools = pools_of()
+    pools.apply(Delta(packed))
+    assert pools.tables["full"][1, 0] == 3
+
+
+def test_a_step_beyond_2_31_is_written_in_two_halves():
+    pools = pools_of()
+    pools.reset(2**33)
+    delta = delta_of(2**33 + 1, [5], [3], NONE)
+    assert delta.step == 2**33 + 1
+    pools.apply(delta)
+    assert pools.step == 2**33 + 1
 
 
 def test_steps_follow_each_other():
@@ -295,7 +382,7 @@ def test_steps_follow_each_other():
         pools.apply(delta_of(step, [5], [step], NONE))
     before = content(pools)
     for wrong in (3, 1, 5):  # repeated, long ago, one left out
-        with pytest.raises(ArgumentError, match=f"of step {wrong}, and the next one is of step 4"):
+        with pytest.raises(ArgumentError, match=f"of step {wrong}, and the next one is step 4"):
             pools.apply(delta_of(wrong, [5], [7], NONE))
     assert content(pools) == before
     pools.apply(delta_of(4, [], [], NONE))
@@ -306,23 +393,14 @@ def test_after_a_reset_of_the_manager_steps_begin_again():
     manager, pools = Manager(TWO, CAPACITY, **SIZES), pools_of()
     for _ in range(2):
         manager.admit(range(6))
-        pools.apply(manager.take_delta())
+        pools.apply(manager.plan())
+        manager.pass_fence(manager.step - 1)
         manager.reset()
         pools.reset()
     assert pools.step == 0
     row = manager.admit(range(5)).row
-    pools.apply(manager.take_delta())
-    assert pools.tables["full"][row, :2].tolist() == manager.pages(row, "full").tolist()
-
-
-def test_a_delta_whose_array_is_no_run_of_memory_is_applied():
-    whole = delta_of(1, [5], [3], [([1], [2]), ([], [])])
-    spread = np.zeros(2 * whole.packed.size, dtype=np.int32)
-    spread[::2] = whole.packed
-    mine, theirs = pools_of(), pools_of()
-    mine.apply(Delta(spread[::2], 2))
-    theirs.apply(whole)
-    assert content(mine) == content(theirs)
+    pools.apply(manager.plan())
+    assert pools.tables["full"][row, :2].tolist() == manager.page_ids(row, "full").tolist()
 
 
 def test_a_cpu_has_no_streams():
@@ -400,7 +478,10 @@ class Cluster:
         sizes: dict[str, Any] = {"num_rows": num_rows, "max_tokens": max_tokens}
         self.layout, self.num_ranks = layout, ranks
         self.manager = Manager(layout, capacity, **sizes)
-        self.ranks = [Pools(layout.shard(ranks), capacity, **sizes, device="cpu") for _ in range(ranks)]
+        self.ranks = [
+            Pools(layout.shard(ranks), capacity, **sizes, device="cpu", max_step_tokens=num_rows * max_tokens)
+            for _ in range(ranks)
+        ]
         self.tokens: dict[int, list[int]] = {}  # of each running row, reserved ones included
         self.num_pages_compared = 0
 
@@ -417,42 +498,47 @@ class Cluster:
         return heads, slice(one, one + 1)
 
     def step(self) -> None:
-        """Apply the delta everywhere, as other processes get it; compute what is reserved; commit it."""
-        sent = pickle.dumps(self.manager.take_delta())
-        rows = sorted(self.tokens)
-        committed = self.manager.committed(rows).tolist() if rows else []
+        """Plan what is reserved, apply it everywhere, as other processes get it, compute and commit it."""
+        rows = [
+            row for row, tokens in sorted(self.tokens.items()) if self.manager.computed(row) < len(tokens)
+        ]
+        begins = [self.manager.computed(row) for row in rows]
+        counts = [len(self.tokens[row]) - begin for row, begin in zip(rows, begins, strict=True)]
+        sent = pickle.dumps(self.manager.plan(rows, counts))
         for rank, pools in enumerate(self.ranks):
-            pools.apply(pickle.loads(sent))
-            for row, begin in zip(rows, committed, strict=True):
-                if begin < len(self.tokens[row]):
-                    self.compute(rank, pools, row, begin)
-        for row, begin in zip(rows, committed, strict=True):
-            new = self.tokens[row][begin:]
-            self.manager.commit([row], new, [len(new)])
+            delta = pickle.loads(sent)
+            pools.apply(delta)
+            self.compute(rank, pools, pools.batch(delta), rows, begins)
+        for row, begin in zip(rows, begins, strict=True):
+            self.manager.commit(row, self.tokens[row][begin:])
 
-    def compute(self, rank: int, pools: Pools, row: int, begin: int) -> None:
-        tokens = self.tokens[row]
+    def compute(self, rank: int, pools: Pools, batch: Batch, rows: list[int], begins: list[int]) -> None:
+        assert batch.rows.tolist() == rows
+        if not rows:
+            return
         for group in self.layout.paged_groups:
-            size, pool = group.page_tokens, pools[group.name]
-            position = torch.arange(begin, len(tokens))
-            page = pools.tables[group.name][row][position // size].long()
-            assert bool((page > 0).all())
-            slots = page * size + position % size
+            assert bool((batch[group.name].slot_mapping > 0).all())
             heads, mine = self.heads_of(rank, group)
-            for at, layer in enumerate(group.layers):
-                keys = computed(layer, tokens, begin, heads, pool.k_shape[1], 0)[:, mine]
-                values = None
-                if pool.v_shape is not None:
-                    values = computed(layer, tokens, begin, heads, pool.v_shape[1], 1)[:, mine]
-                pool.store(at, slots, keys, values)
+            for number in group.layers:
+                layer = pools.layer(number)
+
+                sides = []
+                for side, buffer in enumerate((layer.keys, layer.values)):
+                    if buffer is not None:
+                        parts = [
+                            computed(number, self.tokens[row], begin, heads, buffer.shape[2], side)[:, mine]
+                            for row, begin in zip(rows, begins, strict=True)
+                        ]
+                        sides.append(torch.cat(parts))
+                layer.store(batch, *sides)
 
     def compare(self) -> None:
         """Every page that a row can still read holds, on every rank, its part of what was computed."""
         for row, tokens in self.tokens.items():
             for group in self.layout.paged_groups:
                 size = group.page_tokens
-                first = int(self.manager.first_pages([row], group.name)[0])
-                planned = self.manager.pages(row, group.name)
+                first = self.manager.first_pages(row, group.name)
+                planned = self.manager.page_ids(row, group.name)
                 for rank, pools in enumerate(self.ranks):
                     table = pools.tables[group.name][row][: len(planned)]
                     assert table[first:].tolist() == planned[first:].tolist()
@@ -497,10 +583,10 @@ def test_every_rank_holds_its_heads_of_what_was_computed(name: str, ranks: int, 
         elif what == "fork" and rows:
             row = chance.choice(rows)
             try:
-                (child,) = manager.fork(row).tolist()
+                child = manager.fork(row)
             except CapacityError:
                 continue
-            length = int(manager.committed([row])[0])
+            length = manager.committed(row)
             num_copies += any(length % group.page_tokens for group in layout.paged_groups)
             tokens[child] = tokens[row][:length]
             # What the child continues with is its own, in the same step.
@@ -554,8 +640,8 @@ def test_a_continuation_of_a_continuation_of_the_same_step_holds_its_tokens():
     first = cluster.manager.admit([1, 2, 3]).row
     cluster.tokens[first] = [1, 2, 3]
     cluster.step()
-    (second,) = cluster.manager.fork(first).tolist()
-    (third,) = cluster.manager.fork(second).tolist()
+    second = cluster.manager.fork(first)
+    third = cluster.manager.fork(second)
     cluster.tokens |= {second: [1, 2, 3], third: [1, 2, 3]}
     cluster.step()
     cluster.compare()

@@ -3,19 +3,21 @@
 import pytest
 import torch
 
-from pagoda import (
-    ConfigError,
+from pagoda.errors import ConfigError
+from pagoda.layout import (
     FullAttention,
     GatedDelta,
     LatentAttention,
     Layout,
-    StatePool,
-    TokenPool,
+    PagedGroup,
+    StateGroup,
     WindowAttention,
     from_hf,
+    index_keys,
+    latent,
     model_config,
 )
-from pagoda.layout import PagedGroup, StateGroup, index_keys, latent
+from pagoda.pools import Pools, StatePool, TokenPool
 
 # Every kind of paged layer that a TokenPool holds, with unequal sizes.
 PAGED = [
@@ -75,6 +77,18 @@ def test_pools_of_a_known_model_hold_what_its_budget_says(name: str):
             num_bytes += TokenPool.from_group(share.group, share.num_units, "cpu").memory_bytes()
     assert num_bytes == 2**26 - budget.spare_bytes
     assert budget.spare_bytes >= 0
+
+
+def test_layers_of_a_known_model_with_shared_layers_are_found_by_number():
+    layout = from_hf(model_config("gemma-3n-e4b"), page_tokens=4)
+    capacity = {group.name: 1 for group in layout.paged_groups}
+    pools = Pools(layout, capacity, num_rows=1, max_tokens=4, device="cpu")
+    num_shared = 0
+    for number in range(len(layout.layers)):
+        layer = pools.layer(number)
+        assert layer.group.layers[layer.index] == layer.source == layout.source(number)
+        num_shared += layer.source != number
+    assert num_shared == len(layout.layers) - sum(len(group.layers) for group in layout.paged_groups) > 0
 
 
 def group_of(*kinds: object) -> PagedGroup | StateGroup:

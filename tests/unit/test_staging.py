@@ -170,6 +170,25 @@ def test_only_plain_integer_arrays_are_sent(device: str, bad: object):
         Staging(device).send(np.array([1]), bad)  # type: ignore[arg-type]
 
 
-def test_a_ring_has_a_size():
+def test_an_array_is_posted_to_the_callers_room_again_and_again(device: str):
+    staging, mine, theirs = Staging(device), {}, {}
+    array = np.arange(40, dtype=np.int32)
+    first = staging.post(array, mine)
+    other = staging.post(array + 100, theirs)  # rooms of somebody else
+    array[:] = -1
+    assert first[:40].tolist() == list(range(40))
+    assert other[:40].tolist() == list(range(100, 140))
+    again = staging.post(np.arange(7, dtype=np.int32) + 5, mine)
+    assert again[:7].tolist() == [5, 6, 7, 8, 9, 10, 11]
+    large = staging.post(np.arange(100_000, dtype=np.int32), mine)
+    assert large[:100_000].tolist() == list(range(100_000))
+    if device == "cuda":
+        assert again.data_ptr() == first.data_ptr() != other.data_ptr()
+        assert staging.post(array, mine).data_ptr() == large.data_ptr()
+        assert (len(mine), len(theirs)) == (1, 1)
+    staging.check()
+
+
+def test_staging_has_a_size():
     with pytest.raises(ConfigError):
         Staging("cpu", 0)

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from pagoda.tables import PageTable
 
 from pagoda import ConfigError, FreeList, StatePool
 from pagoda.errors import ArgumentError, InvariantError, OutOfRangeError
 from pagoda.kernels import fill_rows
 from pagoda.pools import DeviceTable, StateSpec
-from pagoda.tables import PageTable
 
 PARTS = {
     "recurrent": StateSpec((2, 3), torch.float32),

@@ -81,12 +81,12 @@ def _count(
     indptr = _buffer(group, _INDPTR)
     last_page_len = _buffer(group, _LAST_PAGE_LEN)
     begins = _buffer(group, _BEGINS)
-    is_first = tl.program_id(0) == 0
     wanted = tl.zeros((), tl.int64)  # pages of all rows so far
     listed = tl.zeros((), tl.int64)  # those of rows whose list has room
     last_start = tl.load(starts + num_rows, mask=num_rows > 0, other=0)
     tl.store(indptr, 0)
-    tl.store(out_starts, 0, mask=is_first)
+    if tl.program_id(0) == 0:
+        tl.store(out_starts, 0)
     for chunk in range(0, padded_rows, BLOCK):
         at = chunk + tl.arange(0, BLOCK)
         is_row = at < padded_rows
@@ -102,10 +102,11 @@ def _count(
         count = (length // kernel_page + (length % kernel_page > 0) - first).to(tl.int64)
         fits = wanted + tl.cumsum(count, 0) <= max_indices
         kept = tl.where(fits, count, 0)
-        last = tl.where((length > 0) & fits, (length - 1) % kernel_page + 1, 0)
-        tl.store(out_rows + at, row, mask=is_row & is_first)
-        tl.store(out_lengths + at, length, mask=is_row & is_first)
-        tl.store(out_starts + 1 + at, tl.where(is_given, stop, last_start), mask=is_row & is_first)
+        last = tl.where((count > 0) & fits, (length - 1) % kernel_page + 1, 0)
+        if tl.program_id(0) == 0:
+            tl.store(out_rows + at, row, mask=is_row)
+            tl.store(out_lengths + at, length, mask=is_row)
+            tl.store(out_starts + 1 + at, tl.where(is_given, stop, last_start), mask=is_row)
         tl.store(begins + at, first * kernel_page, mask=is_row)
         tl.store(last_page_len + at, last, mask=is_row)
         tl.store(indptr + 1 + at, (listed + tl.cumsum(kept, 0)).to(tl.int32), mask=is_row)
@@ -137,7 +138,7 @@ def _fill_pages(
 @triton.jit
 def _fill_tokens(
     first_token, table, rows, lengths, starts, num_rows, padded_tokens, max_pages, page_tokens, slot_mapping,
-    positions, is_first, BLOCK: tl.constexpr,
+    positions, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = first_token + tl.arange(0, BLOCK)
     # Whose a token is: how many rows end at or before it, by bisection.
@@ -159,7 +160,8 @@ def _fill_tokens(
     page = tl.load(table + row.to(tl.int64) * max_pages + position // page_tokens, mask=is_token, other=0)
     slot = tl.where(page > 0, page.to(tl.int64) * page_tokens + position % page_tokens, -1)
     tl.store(slot_mapping + token, slot, mask=token < padded_tokens)
-    tl.store(positions + token, position.to(tl.int64), mask=(token < padded_tokens) & is_first)
+    if tl.program_id(1) == 0:  # the first group's write what groups share
+        tl.store(positions + token, position.to(tl.int64), mask=token < padded_tokens)
 
 
 @triton.jit(
@@ -197,7 +199,7 @@ def _fill(
         if first_token < padded_tokens:
             _fill_tokens(
                 first_token.to(tl.int32), table, rows, lengths, starts, num_rows, padded_tokens, max_pages,
-                page_tokens, slot_mapping, positions, tl.program_id(1) == 0, BLOCK,
+                page_tokens, slot_mapping, positions, BLOCK,
             )  # fmt: skip
 
 

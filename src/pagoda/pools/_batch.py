@@ -8,7 +8,7 @@ number. Buffers never move: captured graphs keep their addresses. Invariant 6.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,6 +19,7 @@ from pagoda import kernels
 from pagoda._native import Rank
 from pagoda.errors import ArgumentError, ConfigError, InvariantError, StaleError
 from pagoda.layout import PagedGroup
+from pagoda.manager import Delta
 from pagoda.pools._arguments import filled, require_buffer
 
 __all__ = ["Batch", "BatchBuffers", "GroupBatch", "HostBatch"]
@@ -155,7 +156,8 @@ class BatchBuffers:
             rank.fill(packed, *padded, self._at)
             return
         num_rows, rows, lengths, starts = found
-        assert sent is not None
+        if sent is None:  # a delta without anything was not sent, and nothing of it is read
+            sent = table
         with kernels.on_device(self.device):
             kernels.triton_module("_batch_fused").fill(
                 self._prepared,
@@ -336,14 +338,13 @@ class Batch(_Rows[torch.Tensor]):
         padded: Sizes,
         num_rows: int,
         num_tokens: int,
-        step: int,
-        packed: npt.NDArray[np.int32],
+        delta: Delta,
         rank: Rank,
-        is_current: Any,
+        is_last: Callable[[Delta], bool],
     ) -> None:
         super().__init__(buffers, buffers.tensors, padded)
-        self.num_rows, self.num_tokens, self.step = num_rows, num_tokens, step
-        self._packed, self._rank, self._is_current = packed, rank, is_current
+        self.num_rows, self.num_tokens, self.step = num_rows, num_tokens, delta.step
+        self._delta, self._rank, self._is_last = delta, rank, is_last
 
     @property
     def device(self) -> torch.device:
@@ -356,10 +357,10 @@ class Batch(_Rows[torch.Tensor]):
 
         Valid until the next `Pools.batch`. Errors: StaleError when a later delta was applied.
         """
-        if not self._is_current(self.step):
+        if not self._is_last(self._delta):
             raise StaleError(f"step {self.step} is not the last one applied: ask for host before the next")
         return HostBatch(
-            self._buffers, self._buffers.fill_host(self._packed, self._padded, self._rank), self._padded
+            self._buffers, self._buffers.fill_host(self._delta.packed, self._padded, self._rank), self._padded
         )
 
     def __repr__(self) -> str:

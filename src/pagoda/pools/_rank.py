@@ -119,6 +119,7 @@ class Pools:
         self._in_order = tuple(self.pools.values())
         # The last delta applied, what was found in it, and where it was sent.
         self._applied: tuple[Delta, Any, torch.Tensor | None] | None = None
+        self._rooms: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # where deltas are sent to
         self._step = 0
         self._lock = threading.RLock()
 
@@ -180,7 +181,7 @@ class Pools:
             num_rows, _, _, _, _, num_writes, places, page_ids, copies = found
             sent = None
             if num_writes or copies or num_rows:
-                sent = self._staging.post(packed)
+                sent = self._staging.post(packed, self._rooms)
                 for group, sources, targets, n, is_disjoint in copies:
                     self._in_order[group].copy_pages(
                         sent[sources : sources + n], sent[targets : targets + n], is_disjoint=is_disjoint
@@ -202,9 +203,10 @@ class Pools:
         applied, or more rows or tokens than the pools were made for; CaptureError.
         """
         with self._lock:
-            if self._applied is None or self._applied[0] is not delta:
+            if not self._is_last(delta):
                 last = "none was applied yet" if self._applied is None else f"that was step {self._step}"
                 raise ArgumentError(f"delta: give the one that was applied last ({last})")
+            assert self._applied is not None
             _, found, sent = self._applied
             num_rows, num_tokens, rows, lengths, starts, *_ = found
             padded = self._padded(num_rows, num_tokens, pad_to)
@@ -212,16 +214,7 @@ class Pools:
             self._buffers.fill_device(
                 delta.packed, sent, (num_rows, rows, lengths, starts), padded, self.flat_table, self._rank
             )
-            return Batch(
-                self._buffers,
-                padded,
-                num_rows,
-                num_tokens,
-                delta.step,
-                delta.packed,
-                self._rank,
-                self._is_current,
-            )
+            return Batch(self._buffers, padded, num_rows, num_tokens, delta, self._rank, self._is_last)
 
     def _padded(self, num_rows: int, num_tokens: int, pad_to: Any) -> Sizes:
         if num_tokens > self.max_step_tokens:
@@ -243,8 +236,8 @@ class Pools:
             )
         return padded
 
-    def _is_current(self, step: int) -> bool:
-        return self._step == step
+    def _is_last(self, delta: Delta) -> bool:
+        return self._applied is not None and self._applied[0] is delta
 
     def reset(self, step: int = 0) -> None:
         """Follow the manager from behind this step on: from step 1 after its `reset`.

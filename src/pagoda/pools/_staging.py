@@ -131,8 +131,8 @@ class Lane:
 class Staging:
     """Carries host arrays to `device` through pinned buffers of `num_bytes`, one per stream, which grow.
 
-    `send` gives fresh tensors; `post` writes to one tensor per stream again and again. Several threads may
-    call it. On a CPU there is nothing to carry, and arrays are copied.
+    `send` gives fresh tensors; `post` writes to one tensor of the caller per stream again and again. Several
+    threads may call it. On a CPU there is nothing to carry, and arrays are copied.
 
     Errors: ConfigError for a device that does not exist or a size that is not positive.
     """
@@ -141,7 +141,6 @@ class Staging:
         self.device = resolve_device(device)
         self.num_bytes = aligned(count(num_bytes, "num_bytes"))
         self._lanes: dict[int, Lane] = {}  # by stream
-        self._posted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by stream: as bytes, as int32
         self._lock = threading.RLock()
         self._is_sending = False
 
@@ -237,23 +236,27 @@ class Staging:
             assert at is not None
         return lane, at
 
-    def post(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
+    def post(
+        self, array: npt.NDArray[np.int32], rooms: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
         """A tensor on the device that begins with this array, which is not empty: [≥ n] int32.
 
-        It is there for what the current stream runs next, until the next `post` on that stream: nothing is
-        allocated once an array as large was posted. The array may be changed at once. The device is
-        current, its stream is not being captured, and one thread calls at a time.
+        `rooms` are the caller's, empty at first: for each stream a tensor, as bytes and as int32, which takes
+        one array after the other, so that nothing is allocated once an array as large was posted. The array
+        is there for what the current stream runs next, until the next `post` to these rooms on that stream,
+        and may be changed on the host at once. The device is current, its stream is not being captured, and
+        one thread calls at a time.
         """
         if self.device.type == "cpu":
             return torch.from_numpy(array.copy())
         stream = current_stream(self.device.index)
-        room = self._posted.get(stream)
+        room = rooms.get(stream)
         if room is None or room[0].shape[0] < array.nbytes:
             # The stream may still read the old one: torch gives its memory out again in the stream's order.
             with torch.inference_mode(False):
                 num_bytes = max(4096, aligned(2 * array.nbytes))
                 raw = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-                room = self._posted[stream] = raw, raw.view(torch.int32)
+                room = rooms[stream] = raw, raw.view(torch.int32)
         self.fill(room[0][: array.nbytes], (array,))
         return room[1]
 

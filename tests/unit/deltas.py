@@ -1,0 +1,53 @@
+"""Deltas put together by hand, after the format that native/core/delta.hpp describes."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from pagoda.manager import Delta
+
+FORMAT = 0x50474431
+KINDS = ["rows", "lengths", "counts", "starts", "places", "page_ids", "sources", "targets"]
+Section = tuple[int, int, Sequence[int]]  # kind, group, content
+
+
+def packed_of(step: int, num_groups: int, sections: Sequence[Section]) -> np.ndarray:
+    """[words] int32: the head, the directory, and the sections, each at a multiple of four words."""
+    head = [FORMAT, step & (2**31 - 1), step >> 31, num_groups, len(sections)]
+    begin = -(-(len(head) + 4 * len(sections)) // 4) * 4
+    body: list[int] = []
+    for kind, group, content in sections:
+        head += [kind, group, begin + len(body), len(content)]
+        body += [*content, *[-7] * (-len(content) % 4)]  # what lies between sections is nobody's
+    return np.array([*head, *[-7] * (begin - len(head)), *body], dtype=np.int32)
+
+
+def delta_of(
+    step: int,
+    *,
+    rows: Sequence[int] = (),
+    lengths: Sequence[int] = (),
+    counts: Sequence[int] = (),
+    starts: Sequence[int] | None = None,
+    places: Sequence[int] = (),
+    page_ids: Sequence[int] = (),
+    copies: Sequence[tuple[Sequence[int], Sequence[int]]] = ((), ()),
+    num_groups: int = 2,
+) -> Delta:
+    """A delta of these sections; `copies` has sources and targets of each group that has some."""
+    if starts is None:
+        starts = [0, *accumulate(counts)] if rows else []
+    sections: list[Section] = [
+        (KINDS.index(name) + 1, 0, content)
+        for name, content in (
+            ("rows", rows), ("lengths", lengths), ("counts", counts), ("starts", starts),
+            ("places", places), ("page_ids", page_ids),
+        )
+        if len(content)
+    ]  # fmt: skip
+    for group, pair in enumerate(copies):
+        for name, content in zip(("sources", "targets"), pair, strict=bool(pair)):
+            if len(content):
+                sections.append((KINDS.index(name) + 1, group, content))
+    return Delta(packed_of(step, num_groups, sections))
