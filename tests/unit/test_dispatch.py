@@ -9,8 +9,8 @@ import torch
 
 from pagoda import kernels
 from pagoda.errors import ConfigError
-from pagoda.kernels import _dispatch, compress, entries, gather
-from pagoda.kernels._dispatch import operation, pick
+from pagoda.kernels import compress, entries, gather
+from pagoda.kernels._dispatch import operation, triton_module
 
 
 def declared(reference: Any) -> Any:
@@ -33,9 +33,9 @@ def test_the_reference_serves_the_cpu_under_the_declared_name():
 
 def test_without_triton_cuda_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pagoda.kernels._store_fused", None)
-    _dispatch._imported.cache_clear()
+    triton_module.cache_clear()
     with pytest.raises(ConfigError, match="triton"):
-        pick("_store_fused", ModuleType("reference"), torch.device("cuda", 0))
+        triton_module("_store_fused")
 
 
 def test_every_operation_has_both_implementations():
@@ -54,4 +54,4 @@ def test_every_operation_has_both_implementations():
                 for kind in (str, ModuleType)
             )
             assert callable(getattr(reference, name))
-            assert callable(getattr(_dispatch._imported(fused), name))
+            assert callable(getattr(triton_module(fused), name))

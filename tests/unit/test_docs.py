@@ -153,13 +153,6 @@ def test_a_command_that_does_not_exist_is_found(line: str, monkeypatch: pytest.M
         require_command(line.split(), monkeypatch)
 
 
-def test_the_example_of_pools_runs(capsys: pytest.CaptureFixture[str]):
-    exec(compile(examples("docs/pools.md")[0], "docs/pools.md", "exec"), {})
-    told = capsys.readouterr().out
-    assert "Batch(step 1: 40 tokens of 1 rows, padded to 64 and 8, on cpu)" in told
-    assert "torch.Size([64]) [0, 3, 3, 3, 3, 3, 3, 3, 3]" in told
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pagoda.tables
 import pytest
 
 import pagoda
@@ -85,7 +84,6 @@ def documented_members(thing: type) -> list[str]:
 def test_every_public_name_has_a_docstring():
     rooms = [
         *(getattr(pagoda, room) for room in pagoda._NAMES if room not in ("hf", "models")),
-        pagoda.tables,
     ]
     for name, thing in ((name, getattr(room, name)) for room in rooms for name in room.__all__):
         assert inspect.getdoc(thing), name

@@ -447,7 +447,6 @@ def test_a_manager_that_nobody_initialised(name: str, given: tuple[Any, ...]):
     ):
         with pytest.raises(TypeError):
             call()
-    del made
     gc.collect()
 
 
