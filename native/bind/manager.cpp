@@ -187,6 +187,7 @@ void rollback(Managed& self, nb::handle rows, nb::handle n) {
 void release(Managed& self, nb::handle rows) {
   RowsArgument which(rows);
   self.core.release(which.borrow());
+  deliver(self.core.tree(), self);
 }
 
 nb::object fork(Managed& self, nb::handle row, nb::handle n) {
@@ -224,6 +225,7 @@ nb::object take_packed(Managed& self) {
 
 void pass_fence(Managed& self, nb::handle step) {
   self.core.pass_fence(to_int(step, "step", 0, std::numeric_limits<int64_t>::max() / 2));
+  deliver(self.core.tree(), self);
 }
 
 // ── looking ─────────────────────────────────────────────────────────────────────────────────────────
@@ -407,8 +409,12 @@ Cost O(pages). Errors: ArgumentError, OutOfRangeError, NotHeldError.)")
           "unlisten", [](Managed& self, nb::handle listener) { unlisten(self.core.tree(), self, listener); },
           nb::arg("listener").none(), "Ends what `listen` began. O(listeners). Errors: ArgumentError.")
       .def(
-          "reset", [](Managed& self) { self.core.reset(); },
-          "Forgets everything: rows, leases, what is cached, the step's delta. Cost O(pages). Tells no listener.")
+          "reset",
+          [](Managed& self) {
+            self.core.reset();
+            deliver(self.core.tree(), self);
+          },
+          "Forgets everything: rows, leases, what is cached, the step's delta. Cost O(pages).")
       .def(
           "check", [](const Managed& self) { self.core.check(); },
           "Verifies invariant 17 and those of its parts. Cost: a walk over all of it. Errors: InvariantError.");

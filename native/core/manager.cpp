@@ -307,17 +307,18 @@ void Manager::evict(Group& group, int64_t num_pages) {
     return;
   }
   const int64_t tree_pages = (num_pages + group.num_columns - 1) / group.num_columns;
-  carry_out(tree_.plan_evict(math_.first_slot(tree_pages), group.first_column));
+  tree_.plan_evict(math_.first_slot(tree_pages), group.first_column, removal_);
+  carry_out_removal();
 }
 
 // Takes out of the tree what was planned, and frees it.
-void Manager::carry_out(const PrefixTree::Sizes& sizes) {
+void Manager::carry_out_removal() {
   std::vector<int32_t*> out;
   for (size_t c = 0; c < columns_.size(); ++c) {
-    columns_[c].resize(static_cast<size_t>(sizes.columns[c]));
+    columns_[c].resize(static_cast<size_t>(removal_.columns()[c]));
     out.push_back(columns_[c].data());
   }
-  tree_.carry_out(out, nullptr);
+  tree_.carry_out(removal_, out, nullptr);
   free_columns();
 }
 
@@ -368,7 +369,8 @@ int64_t Manager::invalidate(int64_t g, Ids page_ids, int32_t* rows_out) {
 }
 
 void Manager::drop(std::string_view space) {
-  carry_out(tree_.plan_drop(space));
+  tree_.plan_drop(space, removal_);
+  carry_out_removal();
   for (int64_t number = 1; number <= num_rows_; ++number) {
     if (request(number).space == space) row(number).is_stored = false;
   }
@@ -630,7 +632,7 @@ void Manager::release(Ids rows) {
   // Memory is asked for: what follows does not fail.
   for (const bool is_touched : {false, true}) {
     const int64_t num_rows = static_cast<int64_t>(ended_[is_touched].size());
-    waiting_.reserve(num_rows, is_touched);
+    waiting_.reserve(num_rows, fence(is_touched));
     row_ids_.expect(num_rows, fence(is_touched));
     for (size_t g = 0; g < groups_.size(); ++g) {
       Group& group = groups_[g];
@@ -638,7 +640,7 @@ void Manager::release(Ids rows) {
       if (!group.has_window() || fence(is_touched) <= passed_) continue;
       int64_t leaving = 0;
       for (const int32_t number : ended_[is_touched]) leaving += end(number, g) - first(number, g);
-      group.readers.leaving.reserve(leaving, is_touched);
+      group.readers.leaving.reserve(leaving, fence(is_touched));
     }
   }
   for (int64_t i = 0; i < rows.size; ++i) {
@@ -655,7 +657,7 @@ void Manager::release(Ids rows) {
     if (fence(is_touched) <= passed_) {
       tree_.release(request(rows[i]).lease);
     } else {
-      waiting_.push(fence(is_touched), is_touched, request(rows[i]).lease);
+      waiting_.push(fence(is_touched), request(rows[i]).lease);
     }
     clear(rows[i]);
   }

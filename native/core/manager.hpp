@@ -240,7 +240,7 @@ class Manager {
     if (fence(is_touched) <= passed_) {
       let_go(group, page);
     } else {
-      group.readers.leaving.push(fence(is_touched), is_touched, page);
+      group.readers.leaving.push(fence(is_touched), page);
     }
   }
   void let_go(Group& group, int32_t page) {
@@ -256,7 +256,7 @@ class Manager {
   void clear_given_up();
   void free_given_up();
   void clear_delta();
-  void carry_out(const PrefixTree::Sizes& sizes);
+  void carry_out_removal();
   void free_columns();
   void check_readers(const Group& group, size_t g) const;
   [[noreturn]] void broken(const std::string& what) const;
@@ -283,6 +283,7 @@ class Manager {
   BitSet seen_;
   std::vector<std::vector<int32_t>> columns_;  // scratch of an insert or an eviction
   std::vector<Ids> column_ids_;
+  PrefixTree::Removal removal_;  // scratch of an eviction
   int64_t admitted_ = 0, tokens_ = 0, hits_ = 0, evicted_ = 0;
 };
 

@@ -228,7 +228,7 @@ void Manager::give_up(int64_t number) {
       grow(given_up, static_cast<size_t>(num_own));
       group.pages.expect(num_own, fence);
     }
-    if (fence > passed_) group.readers.leaving.reserve(live - from, is_touched);
+    if (fence > passed_) group.readers.leaving.reserve(live - from, fence);
     for (int64_t p = from; p < live; ++p) {
       if (own[p] != 0) {
         own[p] = 0;

@@ -6,7 +6,7 @@ exactly what each call does. Invariants 10 to 12, 14 and 15.
 
 from pagoda._native import Freed, Inserted, Lease, Match, PrefixTree
 from pagoda.tree.picture import draw_json, draw_rich, draw_text
-from pagoda.tree.values import Counts, NodeView, Removed, Stored, Tally
+from pagoda.tree.values import Counts, NodeView, Removed, Reset, Stored, Tally
 
 __all__ = [
     "Counts",
@@ -17,6 +17,7 @@ __all__ = [
     "NodeView",
     "PrefixTree",
     "Removed",
+    "Reset",
     "Stored",
     "Tally",
     "draw_json",
