@@ -151,7 +151,10 @@ class PlainMachine(TreeMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), given=symbols, extra=keys, rest=rests)
     def insert_behind_a_lease(self, data: st.DataObject, given: list[int], extra: Any, rest: int) -> None:
-        lease, ranges = self.a_lease(data), self.ranges(extra)
+        lease = self.a_lease(data)
+        # A range that began before the lease's end covers all from its begin.
+        over = self.model.extra_keys(self.model.leases[lease.number].pages)
+        ranges = [it for it in self.ranges(extra) if all(over[at] == (it[2], it[0]) for at in range(it[0], lease.length))]
         tokens = self.tokens(given, rest)
         self.stores(data, tokens, self.model.read(tokens, ranges, lease.length), lease, b"", ranges)
 

@@ -80,6 +80,11 @@ class TreeModel:
     def tokens(self, page: int) -> list[int]:
         return [element[0] for element in list(self.contents)[page]]
 
+    def extra_keys(self, pages: Pages) -> list[Any]:
+        """The (key, begin) over each token, None where there is none."""
+        contents = list(self.contents)
+        return [it[1] if len(it) > 1 else None for page in pages for it in contents[page]]
+
     def length(self, pages: Pages) -> int:
         return len(pages) * self.page_size
 
