@@ -58,7 +58,7 @@ def test_pages_are_removed_where_they_were_stored():
     removed = []
 
     def listener(event: Stored | Removed) -> None:
-        parent = event.parent
+        parent, keys = event.parent, event.keys.tolist()
         for p, ids in enumerate(zip(*(column.tolist() for column in event.columns), strict=True)):
             name = event.tokens[p * PAGE : (p + 1) * PAGE].tobytes()
             place = event.position + p * PAGE, parent
@@ -71,7 +71,7 @@ def test_pages_are_removed_where_they_were_stored():
                 stored[name] = *stored[name][:3], ids[1]
             else:
                 stored[name] = *place, *ids
-            parent = stored[name][2]
+            parent = keys[p]
 
     manager.listen(listener)
     rng = np.random.default_rng(0)
