@@ -43,7 +43,7 @@ struct Tree : Listeners {
   }
   PrefixTree core;
   PrefixTree::Removal spare;  // for the next removal: it has memory already
-  int64_t id;  // tells a match of another tree
+  int64_t id;                 // tells a match of another tree
 };
 
 // ── what the tree's calls return ────────────────────────────────────────────────────────────────────

@@ -1,8 +1,8 @@
 // A doubly linked list of numbers, each of which stands in it at most once. The links lie in an array indexed by
 // number, so adding, removing and moving cost O(1) and ask for no memory.
 //
-// `Links` is an array of ListLink with operator[]: GrowArray where the numbers grow, LazyArray where they are known. The
-// links of a number that is not listed mean nothing.
+// `Links` is an array of ListLink with operator[]: GrowArray where the numbers grow, LazyArray where they are known.
+// The links of a number that is not listed mean nothing.
 #pragma once
 
 #include <cstdint>

@@ -196,8 +196,8 @@ class PrefixTree {
   void prefetch_tail(LeaseId lease) const;
 
   // What takes pages out is planned first, which changes nothing and says how much room the ids need, and then carried
-  // out, which cannot fail. A plan is good for one carry_out, before anything else changes the tree; whoever keeps it for
-  // the next plan saves asking for memory.
+  // out, which cannot fail. A plan is good for one carry_out, before anything else changes the tree; whoever keeps it
+  // for the next plan saves asking for memory.
   class Removal;
   class Punch;
   class Replacement;

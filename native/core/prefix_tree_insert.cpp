@@ -19,7 +19,7 @@ struct PrefixTree::Insertion {
   int64_t stored = 0;
   std::vector<Hole> holes{};        // that the given ids fill
   std::vector<Checkpoint> taken{};  // where there is none yet
-  std::vector<uint64_t> keys{};  // of the new pages, while somebody listens
+  std::vector<uint64_t> keys{};     // of the new pages, while somebody listens
   std::vector<TreeEvent> news{};
 
   int64_t added() const { return stored - present; }

@@ -403,7 +403,7 @@ void PrefixTree::carry_out(Replacement& plan, const std::vector<Ids>& columns, c
 }
 
 void PrefixTree::reset() {
-  if (is_listened_) events_.push_back(TreeEvent{EventKind::kReset});
+  if (is_listened_ && !names_.empty()) events_.push_back(TreeEvent{EventKind::kReset});
   nodes_.clear();
   free_node_ = -1;
   runs_.clear();

@@ -18,7 +18,10 @@ std::vector<int32_t> PrefixTree::decode(const int32_t* entries, int64_t n) const
 void PrefixTree::listen(bool on) {
   if (on == is_listened_) return;
   is_listened_ = on;
-  if (!on) return runs_.drop_keys();
+  if (!on) {
+    events_.clear();
+    return runs_.drop_keys();
+  }
   try {
     runs_.keep_keys();
   } catch (...) {

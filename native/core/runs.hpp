@@ -196,7 +196,7 @@ class RunStore {
   GrowArray<uint64_t> keys_;        // [chunks * chunk_pages], while has_keys_
   GrowArray<int32_t> next_, prev_;  // [chunks]
   bool has_keys_ = false;
-  int32_t free_ = -1;               // chunks that were given back, through next_, last in first out
+  int32_t free_ = -1;  // chunks that were given back, through next_, last in first out
   int64_t num_free_ = 0;
 };
 

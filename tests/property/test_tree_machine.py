@@ -154,7 +154,11 @@ class PlainMachine(TreeMachine):
         lease = self.a_lease(data)
         # A range that began before the lease's end covers all from its begin.
         over = self.model.extra_keys(self.model.leases[lease.number].pages)
-        ranges = [it for it in self.ranges(extra) if all(over[at] == (it[2], it[0]) for at in range(it[0], lease.length))]
+        ranges = [
+            it
+            for it in self.ranges(extra)
+            if all(over[at] == (it[2], it[0]) for at in range(it[0], lease.length))
+        ]
         tokens = self.tokens(given, rest)
         self.stores(data, tokens, self.model.read(tokens, ranges, lease.length), lease, b"", ranges)
 

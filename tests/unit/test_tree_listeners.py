@@ -160,7 +160,9 @@ def test_who_comes_late_is_told_what_is_there():
     assert len(early) == num_told
     assert late.picture() == shown(tree, 1)
     assert len(late.pages) == 4
-    tree.insert([1, 2, 4, 5], ([1, 2, 4, 6], [-1, -1, -1, 15]), checkpoints=[(4, 10)], extra_keys=[(2, 3, "x")])
+    tree.insert(
+        [1, 2, 4, 5], ([1, 2, 4, 6], [-1, -1, -1, 15]), checkpoints=[(4, 10)], extra_keys=[(2, 3, "x")]
+    )
     tree.release(lease)
     assert late.picture() == shown(tree, 1)
 

@@ -435,10 +435,11 @@ class PrefixTwin:
 
     def reset(self) -> None:
         """Forgets everything, leases included; all ids are the caller's again. O(1)."""
+        if self._forest.all_nodes():
+            self._bulletin.tell_reset()
         self._forest.clear()
         self._leases = {}
         self._epoch += 1
-        self._bulletin.tell_reset()
         self._bulletin.deliver()
 
     # Looking
