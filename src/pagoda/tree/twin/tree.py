@@ -468,7 +468,7 @@ class PrefixTwin:
         check(self._forest, self._leases.values())
 
     def listen(self, listener: Listener) -> None:
-        """Calls `listener` with what can be found, then with each later event. ArgumentError: not callable."""
+        """Tells what can be found, then each later event. ArgumentError: not callable."""
         roots = sorted(self._forest.roots.values(), key=lambda root: root.namespace)
         self._bulletin.add(listener, [node for root in roots for node in root.tree()[1:]])
 
