@@ -207,7 +207,7 @@ def parts_of_apply(running: Running) -> dict[str, Callable[[], object]]:
     return {
         "of apply: looking through": lambda: pools._reader.read(delta.packed, delta.num_groups, delta.step),
         "of apply: to the device": lambda: pools._inbox.receive(body),
-        "of apply: the launch": lambda: kernels.write_entries(sent, delta.num_writes, pools.flat_table),
+        "of apply: the launch": lambda: kernels.write_table(sent, delta.num_writes, pools.flat_table),
     }
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from bench.measure import microseconds, save, table
-from pagoda import FreeList, PageTable
+from pagoda import FreeList
+from pagoda.tables import PageTable
 
 PAGE_SIZE = 16
 STEPS = 100

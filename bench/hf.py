@@ -26,8 +26,8 @@ from transformers import (
 
 import pagoda
 from bench.measure import save, table
-from pagoda.hf.identity import identity
-from pagoda.hf.models import load
+from pagoda.hf._identity import identity
+from pagoda.models import load
 
 Row = dict[str, Any]
 

@@ -12,10 +12,12 @@ import torch
 
 from bench.measure import graph_microseconds, save, table
 from bench.staging import host_microseconds
-from pagoda import AttentionType, DSV4Config, KVCacheManager, LayerSpec
-from pagoda.kernels import compress, compress_reference, entries, entries_reference
+from pagoda.compat import AttentionType, DSV4Config, KVCacheManager, LayerSpec
+from pagoda.kernels import _compress_reference as compress_reference
+from pagoda.kernels import _entries_reference as entries_reference
+from pagoda.kernels import compress, entries
 from pagoda.kernels.entries import Codec, Ring, Tokens
-from pagoda.layout.entries import compressed_fp8, index_keys
+from pagoda.layout._entries import compressed_fp8, index_keys
 
 Row = dict[str, Any]
 

@@ -10,9 +10,9 @@ from bench.measure import graph_microseconds, save, table
 from pagoda import TokenPool
 
 
-def measure(num_packed: int, page_size: int, layers: int) -> dict[str, Any]:
+def measure(num_packed: int, page_tokens: int, layers: int) -> dict[str, Any]:
     shape = (8, 128)
-    pool = TokenPool(4 * num_packed, page_size, layers, shape, shape, torch.bfloat16, "cuda")
+    pool = TokenPool(4 * num_packed, page_tokens, layers, shape, shape, torch.bfloat16, "cuda")
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer.normal_()
     sets = 2
@@ -24,7 +24,7 @@ def measure(num_packed: int, page_size: int, layers: int) -> dict[str, Any]:
     unpack_us = graph_microseconds([lambda i=i: pool.unpack(ids[i], packed[i]) for i in range(sets)])
     return {
         "pages": num_packed,
-        "page size": page_size,
+        "page size": page_tokens,
         "layers": layers,
         "MiB": packed[0].numel() >> 20,
         "copy µs": copy_us,

@@ -39,17 +39,17 @@ def busy_microseconds(call: Callable[[], object], repeats: int = 15) -> float:
 
 
 def run() -> None:
-    staging = pagoda.Staging("cuda")
+    staging = pagoda.pools.Staging("cuda")
     array = np.arange(256, dtype=np.int32)
     on_device = torch.arange(256, device="cuda")
     pages, page_table, copy = (
         pagoda.FreeList(10**6),
-        pagoda.PageTable(256, 8192, 16),
-        pagoda.DeviceTable(256, 8192),
+        pagoda.tables.PageTable(256, 8192, 16),
+        pagoda.pools.DeviceTable(256, 8192),
     )
     rows, lens = np.arange(1, 257, dtype=np.int32), np.arange(1000, 1256, dtype=np.int32)
     page_table.grow(pages, rows, lens)
-    slots = pagoda.TokenToKVPoolAllocator(10**6)
+    slots = pagoda.compat.TokenToKVPoolAllocator(10**6)
     gpu_list = torch.arange(10**6, dtype=torch.int32, device="cuda")
 
     def step() -> None:

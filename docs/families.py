@@ -83,7 +83,7 @@ def _words(name: str) -> str:
 
 
 def _served(model: Any) -> str:
-    from pagoda.hf.families import served_layout
+    from pagoda.hf._families import served_layout
 
     if not hasattr(model, "generate"):
         return "part of a larger model: it cannot generate"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pagoda.layout import Layout, PagedGroup, StateGroup, from_hf, model_config, model_names
-from pagoda.layout.numbers import show_bytes, show_tokens
+from pagoda.layout._numbers import show_bytes, show_tokens
 
 PAGE = Path(__file__).with_suffix(".md")
 SHORT = 8192  # tokens of the short request in the first table
@@ -68,7 +68,7 @@ def entry(group: str, name: str) -> Measure:
     """One entry of one tensor of one layer."""
 
     def measure(layout: Layout) -> Fraction:
-        (found,) = (each for each in _paged(layout, group).pages.entries if each.name == name)
+        (found,) = (each for each in _paged(layout, group).storage.entries if each.name == name)
         return Fraction(found.num_bytes)
 
     return measure

@@ -7,7 +7,9 @@ uses this implementation would already be holding.
 
 from __future__ import annotations
 
+import sys
 from array import array
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,8 @@ import numpy as np
 class Adapter:
     name = "base"
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(self, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
 
     # Native input forms, not timed.
     def prep_tokens(self, tokens: np.ndarray) -> Any:
@@ -86,26 +88,26 @@ class Pagoda(Adapter):
 
     name = "pagoda"
 
-    def __init__(self, page_size: int) -> None:
-        super().__init__(page_size)
+    def __init__(self, page_tokens: int) -> None:
+        super().__init__(page_tokens)
         self.tree = self._make()
 
     def _make(self) -> Any:
         from pagoda.tree import PrefixTree
 
-        return PrefixTree(self.page_size)
+        return PrefixTree(self.page_tokens)
 
     def prep_tokens(self, tokens: np.ndarray) -> np.ndarray:
         return tokens.astype(np.int32)
 
     def prep_slots(self, base: int, n: int) -> np.ndarray:
         """Page ids; `base` is a multiple of every page size used here."""
-        first = base // self.page_size
-        return np.arange(first, first + n // self.page_size, dtype=np.int32)
+        first = base // self.page_tokens
+        return np.arange(first, first + n // self.page_tokens, dtype=np.int32)
 
     def slots_to_numpy(self, slots: np.ndarray) -> np.ndarray:
-        pages = slots.astype(np.int64)[:, None] * self.page_size
-        return (pages + np.arange(self.page_size)).reshape(-1)
+        pages = slots.astype(np.int64)[:, None] * self.page_tokens
+        return (pages + np.arange(self.page_tokens)).reshape(-1)
 
     def insert(self, tokens: Any, slots: Any) -> int:
         return self.tree.insert(tokens, slots).present
@@ -124,7 +126,7 @@ class Pagoda(Adapter):
         self.tree.release(held)
 
     def evict(self, n: int) -> int:
-        return len(self.tree.evict(n).page_ids) * self.page_size
+        return len(self.tree.evict(n).page_ids) * self.page_tokens
 
     def evictable(self) -> int:
         return self.tree.evictable_tokens
@@ -148,7 +150,7 @@ class Pagoda(Adapter):
 
     def _extend(self, tokens: Any, slots: Any, lease: Any) -> None:
         length = lease.length
-        self.tree.insert(tokens[length:], slots[length // self.page_size :], lease)
+        self.tree.insert(tokens[length:], slots[length // self.page_tokens :], lease)
 
 
 class PagodaTwin(Pagoda):
@@ -157,9 +159,10 @@ class PagodaTwin(Pagoda):
     name = "pagoda-twin"
 
     def _make(self) -> Any:
-        from pagoda.tree.twin import PrefixTwin
+        sys.path.append(str(Path(__file__).parents[2] / "tests"))
+        from twin import PrefixTwin
 
-        return PrefixTwin(self.page_size)
+        return PrefixTwin(self.page_tokens)
 
 
 # ---------------------------------------------------------------------------------------- SGLang
@@ -185,8 +188,8 @@ class SGLangRadix(Adapter):
 
     name = "sglang-radix"
 
-    def __init__(self, page_size: int) -> None:
-        super().__init__(page_size)
+    def __init__(self, page_tokens: int) -> None:
+        super().__init__(page_tokens)
         from bench.radix import sgl_stub
 
         sgl_stub.install()
@@ -202,7 +205,7 @@ class SGLangRadix(Adapter):
     def _make(self) -> Any:
         from sglang.srt.mem_cache.radix_cache import RadixCache
 
-        return RadixCache.create_simulated(mock_allocator=self.alloc, page_size=self.page_size)
+        return RadixCache.create_simulated(mock_allocator=self.alloc, page_size=self.page_tokens)
 
     def prep_tokens(self, tokens: np.ndarray) -> Any:
         prepared = array("q")
@@ -265,7 +268,7 @@ class SGLangUnified(SGLangRadix):
             disable=False,
             req_to_token_pool=None,
             token_to_kv_pool_allocator=self.alloc,
-            page_size=self.page_size,
+            page_size=self.page_tokens,
             tree_components=(ComponentType.FULL,),
             tree_core_backend=self.core,
         )

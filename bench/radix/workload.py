@@ -20,7 +20,7 @@ SLOT_ALIGN = 256
 class Op:
     tokens: np.ndarray
     base: int = 0  # first slot (insert only)
-    # Length shared with what is already in the tree at this point, for page_size=1
+    # Length shared with what is already in the tree at this point, for page_tokens=1
     # (round it down for larger pages); -1 = unknown.  Random tokens can extend a
     # shared prefix by one with probability ~1/VOCAB, so treat it as near-exact.
     expect_hit: int = -1

@@ -41,9 +41,10 @@ nb::object alloc(FreeList& self, nb::handle n) {
   return out.array;
 }
 
-nb::object grow(FreeList& self, nb::handle old_lens, nb::handle new_lens, nb::handle last_slots, nb::handle page_size) {
+nb::object grow(FreeList& self, nb::handle old_lens, nb::handle new_lens, nb::handle last_slots,
+                nb::handle page_tokens) {
   IdArray from(old_lens, "old_lens"), to(new_lens, "new_lens"), last(last_slots, "last_slots");
-  const PageMath pages(to_int(page_size, "page_size", 1, kMaxId));
+  const PageMath pages(to_int(page_tokens, "page_tokens", 1, kMaxId));
   const Ids old_ids = from.borrow(), new_ids = to.borrow(), last_ids = last.borrow();
   const FreeList::Need need = self.plan_growth(old_ids, new_ids, last_ids, pages);
   auto out = new_int32(need.tokens);
@@ -117,17 +118,17 @@ A fence that has passed already frees at once. Cost O(n). Errors: DoubleFreeErro
 stands twice or is quarantined; NotHeldError for one that is free; OutOfRangeError; ArgumentError.)")
       .def(
           "free_slots",
-          [](FreeList& self, nb::handle slots, nb::handle page_size, nb::handle fence) {
-            const PageMath pages(to_int(page_size, "page_size", 1, kMaxId));
+          [](FreeList& self, nb::handle slots, nb::handle page_tokens, nb::handle fence) {
+            const PageMath pages(to_int(page_tokens, "page_tokens", 1, kMaxId));
             const Fence until = to_fence(fence);
             self.free_slots(IdArray(slots, "slots").borrow(), pages, until);
           },
-          nb::arg("slots").none(), nb::arg("page_size").none(), nb::arg("fence").none() = nb::none(),
-          nb::sig("def free_slots(self, slots: IdsLike, page_size: int, fence: int | None = None) -> None"),
+          nb::arg("slots").none(), nb::arg("page_tokens").none(), nb::arg("fence").none() = nb::none(),
+          nb::sig("def free_slots(self, slots: IdsLike, page_tokens: int, fence: int | None = None) -> None"),
           R"(Gives back the pages that slots lie in, where the ids of this list are pages.
 
 Any slot names its page; a page named again, in this call or before under the same fence, counts
-once. With page_size 1 this is free: a slot that stands twice raises. Cost O(n). Errors: as free.)")
+once. With page_tokens 1 this is free: a slot that stands twice raises. Cost O(n). Errors: as free.)")
       .def(
           "pass_fence",
           [](FreeList& self, nb::handle fence) {
@@ -145,14 +146,14 @@ Cost: what it frees. Errors: ArgumentError.)")
 
 Cost: what it recalls. Errors: ArgumentError.)")
       .def("grow", &grow, nb::arg("old_lens").none(), nb::arg("new_lens").none(), nb::arg("last_slots").none(),
-           nb::arg("page_size").none(),
-           nb::sig("def grow(self, old_lens: IdsLike, new_lens: IdsLike, last_slots: IdsLike, page_size: int) -> "
+           nb::arg("page_tokens").none(),
+           nb::sig("def grow(self, old_lens: IdsLike, new_lens: IdsLike, last_slots: IdsLike, page_tokens: int) -> "
                    "npt.NDArray[np.int32]"),
            R"(Slots for requests that each grow from an old to a new length, in one call.
 
 Request i first fills the rest of the page of last_slots[i] (read only where old_lens[i] ends
 inside a page), then takes whole pages. Returns [sum(new_lens - old_lens)] int32, host, request
-after request; slot = page * page_size + offset. The caller holds the new pages. Cost O(requests +
+after request; slot = page * page_tokens + offset. The caller holds the new pages. Cost O(requests +
 tokens). Errors: CapacityError; ArgumentError for lengths that differ in number or shrink, or a
 last slot that does not fit its length; NotHeldError, OutOfRangeError for its page.)")
       .def(

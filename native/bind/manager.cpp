@@ -286,10 +286,10 @@ PyStructSequence_Field pending_fields[] = {
 
 void bind_manager(nb::module_& m) {
   const nb::object plain = nb::bytes("", 0), none = nb::make_tuple();
-  admitted_type = make_type(m, "Admitted", "pagoda.Admitted",
+  admitted_type = make_type(m, "Admitted", "pagoda.manager.Admitted",
                             "A request that runs: its row and what it need not compute.", admitted_fields, 5);
-  pending_type =
-      make_type(m, "Pending", "pagoda.Pending", "Tokens that a running request will have computed.", pending_fields, 2);
+  pending_type = make_type(m, "Pending", "pagoda.manager.Pending", "Tokens that a running request will have computed.",
+                           pending_fields, 2);
   nb::class_<Managed>(m, "ManagerCore", nb::type_slots(manager_slots), nb::is_weak_referenceable(),
                       "The native part of pagoda.Manager.")
       .def("__init__", &construct, nb::arg("groups").none(), nb::arg("num_rows").none(), nb::arg("max_tokens").none(),
@@ -388,11 +388,11 @@ Cost O(pages). Errors: ArgumentError, OutOfRangeError, NotHeldError.)")
            "Tokens of each row that the tree has: [rows] int32. Cost O(rows). Errors: as `reserved`.")
       .def("_counts", &counts)
       .def_prop_ro(
-          "page_size", [](const Managed& self) { return self.core.resume_step(); },
+          "page_tokens", [](const Managed& self) { return self.core.resume_step(); },
           "Tokens of a page of the tree: where the pages of all groups end. O(1).")
       .def(
           "counts", [](const Managed& self) { return tree_counts(self.core.tree()); },
-          nb::sig("def counts(self) -> Counts"),
+          nb::sig("def counts(self) -> TreeCounts"),
           "What the tree holds, as PrefixTree.counts: a column for each page of a group. O(columns).")
       .def(
           "nodes",

@@ -15,11 +15,11 @@ namespace {
 
 constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
 
-void construct(PageTable* self, nb::handle num_rows, nb::handle max_pages_per_row, nb::handle page_size) {
+void construct(PageTable* self, nb::handle num_rows, nb::handle max_pages_per_row, nb::handle page_tokens) {
   to_config([&] {
     const int64_t rows = to_int(num_rows, "num_rows", 0, kMaxId - 1);
     const int64_t pages = to_int(max_pages_per_row, "max_pages_per_row", 1, kMaxId);
-    const int64_t size = to_int(page_size, "page_size", 1, kMaxId);
+    const int64_t size = to_int(page_tokens, "page_tokens", 1, kMaxId);
     new (self) PageTable(rows, pages, size);
   });
 }
@@ -74,11 +74,11 @@ nb::tuple append(PageTable& self, nb::handle row, nb::handle page_ids, nb::handl
 void bind_page_table(nb::module_& m) {
   nb::class_<PageTable>(m, "PageTable", nb::is_weak_referenceable(), "The native half of pagoda.tables.PageTable.")
       .def("__init__", &construct, nb::arg("num_rows").none(), nb::arg("max_pages_per_row").none(),
-           nb::arg("page_size").none(),
-           nb::sig("def __init__(self, num_rows: int, max_pages_per_row: int, page_size: int) -> None"))
+           nb::arg("page_tokens").none(),
+           nb::sig("def __init__(self, num_rows: int, max_pages_per_row: int, page_tokens: int) -> None"))
       .def_prop_ro("num_rows", &PageTable::num_rows)
       .def_prop_ro("max_pages_per_row", &PageTable::max_pages_per_row)
-      .def_prop_ro("page_size", &PageTable::page_size)
+      .def_prop_ro("page_tokens", &PageTable::page_tokens)
       .def(
           "num_tokens", [](const PageTable& self, nb::handle row) { return self.num_tokens(row_of(row)); },
           nb::arg("row").none())

@@ -20,9 +20,9 @@ constexpr int64_t kMaxCount = std::numeric_limits<int64_t>::max() / 2;
 PyType_Slot tree_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_listeners<Tree>)},
                             {Py_tp_clear, reinterpret_cast<void*>(clear_listeners<Tree>)},
                             {0, nullptr}};
-void construct(Tree* self, nb::handle page_size, nb::handle windows, nb::handle states, nb::handle capacity) {
+void construct(Tree* self, nb::handle page_tokens, nb::handle windows, nb::handle states, nb::handle capacity) {
   to_config([&] {
-    const int64_t size = to_int(page_size, "page_size", 1, kMaxId);
+    const int64_t size = to_int(page_tokens, "page_tokens", 1, kMaxId);
     std::vector<int64_t> columns = to_windows(windows);
     if (!PyBool_Check(states.ptr())) throw BadArgument("states: give True or False");
     const int64_t tokens = to_int(capacity, "capacity", 0, kMaxId);
@@ -60,12 +60,12 @@ nb::object match_one(const Tree& self, nb::handle tokens, nb::handle space, nb::
   const Sequence sequence = argument.borrow();
   const PrefixTree& core = self.core;
   if (core.is_plain() && made->num_columns == 1) {  // compared and copied at once
-    made->page_ids.reset(new int32_t[static_cast<size_t>(sequence.tokens.size / core.page_size())]);
+    made->page_ids.reset(new int32_t[static_cast<size_t>(sequence.tokens.size / core.page_tokens())]);
     core.match(sequence, made->match, made->page_ids.get());
-    made->num_pages = made->match.length / core.page_size();
+    made->num_pages = made->match.length / core.page_tokens();
   } else {
     core.match(sequence, made->match, nullptr);
-    made->num_pages = made->match.length / core.page_size();
+    made->num_pages = made->match.length / core.page_tokens();
     made->page_ids.reset(new int32_t[static_cast<size_t>(made->num_columns * made->num_pages)]);
     for (int c = 0; c < made->num_columns; ++c) {
       core.copy_pages(made->match, c, made->page_ids.get() + c * made->num_pages);
@@ -240,7 +240,7 @@ nb::object replace(Tree& self, nb::handle tokens, nb::handle page_ids, nb::handl
 nb::object page_ids(const Tree& self, nb::handle lease, nb::handle column) {
   const int which = to_column(self, column);
   const LeaseId id = to_held_lease(self, lease).id;
-  auto ids = new_int32(self.core.length(id) / self.core.page_size());
+  auto ids = new_int32(self.core.length(id) / self.core.page_tokens());
   self.core.copy_pages(id, which, ids.data);
   return ids.array;
 }
@@ -265,7 +265,7 @@ std::string repr(const Tree& self) {
   const PrefixTree& core = self.core;
   const int64_t locked = core.tokens().locked;
   return "PrefixTree(" + text(core.tokens().total - locked) + " tokens evictable, " + text(locked) + " protected, in " +
-         text(core.num_nodes()) + " runs of pages of " + text(core.page_size()) + ")";
+         text(core.num_nodes()) + " runs of pages of " + text(core.page_tokens()) + ")";
 }
 
 }  // namespace
@@ -283,13 +283,14 @@ Memory: about 8.5 bytes a token at page size 1 and 4.5 at 16 where runs are long
 tokens at least. What was evicted is used again, not given back to the system.
 
 Errors: ConfigError for arguments that nothing can be built with; MemoryError.)")
-      .def("__init__", &construct, nb::arg("page_size").none() = 1, nb::kw_only(),
-           nb::arg("windows").none() = nb::make_tuple(nb::none()), nb::arg("states").none() = false,
-           nb::arg("capacity").none() = 0,
-           nb::sig("def __init__(self, page_size: int = 1, *, windows: Sequence[int | None] = (None,), states: bool = "
-                   "False, capacity: int = 0) -> None"))
+      .def(
+          "__init__", &construct, nb::arg("page_tokens").none() = 1, nb::kw_only(),
+          nb::arg("windows").none() = nb::make_tuple(nb::none()), nb::arg("states").none() = false,
+          nb::arg("capacity").none() = 0,
+          nb::sig("def __init__(self, page_tokens: int = 1, *, windows: Sequence[int | None] = (None,), states: bool = "
+                  "False, capacity: int = 0) -> None"))
       .def_prop_ro(
-          "page_size", [](const Tree& self) { return self.core.page_size(); }, "Tokens a page. O(1).")
+          "page_tokens", [](const Tree& self) { return self.core.page_tokens(); }, "Tokens a page. O(1).")
       .def_prop_ro("windows", &windows, "The window of each column, None where there is none. O(columns).")
       .def_prop_ro(
           "has_states", [](const Tree& self) { return self.core.has_states(); },
@@ -363,9 +364,9 @@ pages continue the last run in place where they can. Cost O(tokens given). Error
 ArgumentError for lengths that do not fit; StaleError for a lease of a dropped namespace; NotHeldError.)")
       .def("page_ids", &page_ids, nb::arg("lease").none(), nb::arg("column").none() = 0,
            nb::sig("def page_ids(self, lease: Lease, column: int = 0) -> npt.NDArray[np.int32]"),
-           R"(The pages along a lease's path as they are now: [length / page_size] int32, holes -1.
+           R"(The pages along a lease's path as they are now: [length / page_tokens] int32, holes -1.
 
-Cost O(length / page_size). Errors: NotHeldError, StaleError, ArgumentError.)")
+Cost O(length / page_tokens). Errors: NotHeldError, StaleError, ArgumentError.)")
       .def("evict", &evict, nb::arg("n").none(), nb::arg("column").none() = 0,
            nb::sig("def evict(self, n: int, column: int = 0) -> Freed"),
            R"(Frees n tokens, rounded up to pages of a column, off the tails of the coldest leaves.
@@ -406,7 +407,7 @@ The caller owns the ids it returns. Cost: its runs. Errors: ArgumentError.)")
           nb::sig("def reset(self) -> None"),
           "Forgets everything, leases included; all ids are the caller's. Cost O(nodes).")
       .def(
-          "counts", [](const Tree& self) { return tree_counts(self.core); }, nb::sig("def counts(self) -> Counts"),
+          "counts", [](const Tree& self) { return tree_counts(self.core); }, nb::sig("def counts(self) -> TreeCounts"),
           "What it holds, kept up to date. O(columns).")
       .def(
           "check", [](const Tree& self) { self.core.check(); }, nb::sig("def check(self) -> None"),

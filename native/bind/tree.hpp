@@ -36,8 +36,8 @@ struct Listeners {
 
 // pagoda.PrefixTree: the core's tree and who listens to it.
 struct Tree : Listeners {
-  Tree(int64_t page_size, std::vector<int64_t> windows, bool has_states, int64_t capacity)
-      : core(page_size, std::move(windows), has_states, capacity) {
+  Tree(int64_t page_tokens, std::vector<int64_t> windows, bool has_states, int64_t capacity)
+      : core(page_tokens, std::move(windows), has_states, capacity) {
     static int64_t next = 1;
     id = next++;
   }

@@ -7,7 +7,7 @@ namespace pagoda::bind {
 namespace {
 
 nb::object to_python(const TreeEvent& event) {
-  nb::object values = nb::module_::import_("pagoda.tree.values");
+  nb::object values = nb::module_::import_("pagoda.tree._values");
   if (event.kind == EventKind::kReset) return values.attr("Reset")();
   auto keys = new_uint64(static_cast<int64_t>(event.keys.size()));
   std::copy(event.keys.begin(), event.keys.end(), keys.data);

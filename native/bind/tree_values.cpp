@@ -69,7 +69,7 @@ PyGetSetDef match_getters[] = {{"length", getter<FoundMatch, number_of<FoundMatc
                                {"found", getter<FoundMatch, number_of<FoundMatch, match_found_of>>, nullptr,
                                 "Tokens whose pages are there, usable or not: at least `length`. O(1).", nullptr},
                                {"page_ids", getter<FoundMatch, first_column>, nullptr,
-                                "The pages of column 0: [length / page_size] int32, holes -1. O(1).", nullptr},
+                                "The pages of column 0: [length / page_tokens] int32, holes -1. O(1).", nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyGetSetDef lease_getters[] = {
@@ -190,12 +190,12 @@ others are still the caller's.)")
 }
 
 nb::object tree_counts(const PrefixTree& core) {
-  nb::object values = nb::module_::import_("pagoda.tree.values");
+  nb::object values = nb::module_::import_("pagoda.tree._values");
   const auto tally = [&](Tally t) { return values.attr("Tally")(t.total, t.total - t.locked, t.locked); };
   nb::list columns;
   for (int c = 0; c < core.num_columns(); ++c) columns.append(tally(core.pages(c)));
-  return values.attr("Counts")(tally(core.tokens()), nb::tuple(columns), tally(core.states()), core.num_nodes(),
-                               core.num_leaves(), core.num_leases());
+  return values.attr("TreeCounts")(tally(core.tokens()), nb::tuple(columns), tally(core.states()), core.num_nodes(),
+                                   core.num_leaves(), core.num_leases());
 }
 
 nb::list list_nodes(const PrefixTree& core, nb::handle max_nodes, nb::handle max_tokens, nb::handle space) {
@@ -203,7 +203,7 @@ nb::list list_nodes(const PrefixTree& core, nb::handle max_nodes, nb::handle max
   const int64_t run = to_int(max_tokens, "max_tokens", 0, std::numeric_limits<int64_t>::max() / 2);
   std::string_view name;
   if (!space.is_none()) name = to_space(space);
-  nb::object view = nb::module_::import_("pagoda.tree.values").attr("NodeView");
+  nb::object view = nb::module_::import_("pagoda.tree._values").attr("NodeView");
   nb::list views;
   const std::string* last = nullptr;
   nb::object last_name;

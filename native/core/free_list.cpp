@@ -181,8 +181,8 @@ void FreeList::free(Ids ids, Fence fence) {
 
 void FreeList::require_slots_fit(const PageMath& pages) const {
   if (first_id_ + num_ids_ > std::numeric_limits<int32_t>::max() / pages.size()) {
-    throw BadArgument("page_size = " + text(pages.size()) + " makes the slots of " + text(num_ids_) + " " + what_ +
-                      " pass 2^31: give a smaller page_size or fewer ids");
+    throw BadArgument("page_tokens = " + text(pages.size()) + " makes the slots of " + text(num_ids_) + " " + what_ +
+                      " pass 2^31: give a smaller page_tokens or fewer ids");
   }
 }
 

@@ -8,8 +8,8 @@ namespace pagoda {
 
 class PageMath {
  public:
-  explicit PageMath(int64_t page_size)
-      : size_(page_size), shift_((page_size & (page_size - 1)) == 0 ? __builtin_ctzll(page_size) : -1) {}
+  explicit PageMath(int64_t page_tokens)
+      : size_(page_tokens), shift_((page_tokens & (page_tokens - 1)) == 0 ? __builtin_ctzll(page_tokens) : -1) {}
 
   int64_t size() const { return size_; }
   // The page of a slot, or the page number of a position. A negative slot is in no page: -1.

@@ -5,10 +5,10 @@
 
 namespace pagoda {
 
-PageTable::PageTable(int64_t num_rows, int64_t max_pages_per_row, int64_t page_size)
+PageTable::PageTable(int64_t num_rows, int64_t max_pages_per_row, int64_t page_tokens)
     : num_rows_(num_rows),
       max_pages_(max_pages_per_row),
-      math_(page_size),
+      math_(page_tokens),
       lens_(static_cast<size_t>(num_rows + 1), 0),
       entries_((num_rows + 1) * max_pages_per_row),
       seen_(num_rows + 1) {}

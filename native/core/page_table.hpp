@@ -17,11 +17,11 @@ namespace pagoda {
 class PageTable {
  public:
   // Rows 1 ... num_rows; row 0 is padding and stays empty.
-  PageTable(int64_t num_rows, int64_t max_pages_per_row, int64_t page_size);
+  PageTable(int64_t num_rows, int64_t max_pages_per_row, int64_t page_tokens);
 
   int64_t num_rows() const { return num_rows_; }
   int64_t max_pages_per_row() const { return max_pages_; }
-  int64_t page_size() const { return math_.size(); }
+  int64_t page_tokens() const { return math_.size(); }
 
   int64_t num_tokens(int64_t row) const { return lens_[require_row(row, 0)]; }
   int64_t num_pages(int64_t row) const { return math_.pages_for(num_tokens(row)); }

@@ -9,13 +9,13 @@
 
 namespace pagoda {
 
-PrefixTree::PrefixTree(int64_t page_size, std::vector<int64_t> windows, bool has_states, int64_t capacity,
+PrefixTree::PrefixTree(int64_t page_tokens, std::vector<int64_t> windows, bool has_states, int64_t capacity,
                        uint32_t hash_mask)
-    : math_(page_size),
+    : math_(page_tokens),
       windows_(std::move(windows)),
       has_states_(has_states),
       hash_mask_(hash_mask),
-      runs_(page_size, num_columns(), capacity + capacity / 4),  // half-used chunks of runs that end inside one
+      runs_(page_tokens, num_columns(), capacity + capacity / 4),  // half-used chunks of runs that end inside one
       held_(windows_.size()),
       window_pages_(windows_.size()) {
   for (int64_t window : windows_) (window > 0 ? has_windows_ : has_full_) = true;

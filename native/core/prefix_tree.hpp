@@ -140,13 +140,13 @@ class PrefixTree {
   static constexpr int32_t kMaxLength = std::numeric_limits<int32_t>::max();
 
   // windows: one entry a column, 0 for a column without holes. hash_mask makes keys collide, for tests.
-  PrefixTree(int64_t page_size, std::vector<int64_t> windows, bool has_states, int64_t capacity,
+  PrefixTree(int64_t page_tokens, std::vector<int64_t> windows, bool has_states, int64_t capacity,
              uint32_t hash_mask = ~uint32_t{0});
 
   // Addresses for so many tokens, which cost nothing until they are written: what is there need not move as it grows.
   void expect(int64_t tokens);
 
-  int64_t page_size() const { return math_.size(); }
+  int64_t page_tokens() const { return math_.size(); }
   const std::vector<int64_t>& windows() const { return windows_; }
   int num_columns() const { return static_cast<int>(windows_.size()); }
   bool has_states() const { return has_states_; }
@@ -163,7 +163,7 @@ class PrefixTree {
   // In a plain tree, ids takes the pages of column 0 too: room for all of the sequence's.
   void match(const Sequence& sequence, Match& match, int32_t* ids) const;
   int64_t match_length(const Sequence& sequence) const;
-  // The page ids of a match that was made just now: [length / page_size].
+  // The page ids of a match that was made just now: [length / page_tokens].
   void copy_pages(const Match& match, int column, int32_t* out) const { copy_pages(match, column, 0, out); }
   // Those from page `first` on; out takes all of them.
   void copy_pages(const Match& match, int column, int64_t first, int32_t* out) const;

@@ -18,11 +18,11 @@ void copy_ids(const int32_t* ids, int64_t n, int32_t* out) {
 
 }  // namespace
 
-RunStore::RunStore(int64_t page_size, int num_columns, int64_t capacity)
-    : math_(page_size),
+RunStore::RunStore(int64_t page_tokens, int num_columns, int64_t capacity)
+    : math_(page_tokens),
       num_columns_(num_columns),
-      chunk_pages_(std::max<int64_t>(1, kChunkTokens / page_size)),
-      chunk_tokens_(chunk_pages_ * page_size) {
+      chunk_pages_(std::max<int64_t>(1, kChunkTokens / page_tokens)),
+      chunk_tokens_(chunk_pages_ * page_tokens) {
   if (capacity == 0) return;
   const int64_t chunks = capacity / chunk_tokens_;
   tokens_.commit(chunks * chunk_tokens_);

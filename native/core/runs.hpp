@@ -28,7 +28,7 @@ struct Run {
 class RunStore {
  public:
   // `capacity` tokens are committed up front.
-  RunStore(int64_t page_size, int num_columns, int64_t capacity);
+  RunStore(int64_t page_tokens, int num_columns, int64_t capacity);
 
   int64_t num_chunks() const { return next_.size(); }
 

@@ -53,8 +53,8 @@ bool throws(Call call) {
 
 class Fuzz {
  public:
-  Fuzz(uint64_t seed, int64_t num_ids, int64_t first_id, int64_t page_size)
-      : random_(seed), num_ids_(num_ids), first_(first_id), pages_(page_size), list_(num_ids, first_id, "pages") {
+  Fuzz(uint64_t seed, int64_t num_ids, int64_t first_id, int64_t page_tokens)
+      : random_(seed), num_ids_(num_ids), first_(first_id), pages_(page_tokens), list_(num_ids, first_id, "pages") {
     refill();
   }
 
@@ -269,22 +269,22 @@ class Fuzz {
 };
 
 // Rows that grow, get a prefix, and end; every token's slot is checked against a plain list.
-void fuzz_table(uint64_t seed, int64_t page_size, int64_t steps) {
+void fuzz_table(uint64_t seed, int64_t page_tokens, int64_t steps) {
   std::mt19937_64 random(seed);
   const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % static_cast<uint64_t>(n)); };
   constexpr int64_t kRows = 9, kMaxPages = 12, kPages = 60;
   FreeList list(kPages, 1, "pages");
-  PageTable table(kRows, kMaxPages, page_size);
+  PageTable table(kRows, kMaxPages, page_tokens);
   std::vector<std::vector<int32_t>> model(kRows + 1);  // page ids of each row
   std::vector<int64_t> lens(kRows + 1, 0);
-  const PageMath math(page_size);
+  const PageMath math(page_tokens);
   for (int64_t i = 0; i < steps; ++i, ++g_step) {
     if (below(4) > 0) {
       std::vector<int32_t> rows, to;
       for (int32_t row = 1; row <= kRows; ++row) {
         if (below(2) == 0) continue;
         rows.push_back(row);
-        to.push_back(static_cast<int32_t>(lens[row] + below(2 * page_size + 1)));
+        to.push_back(static_cast<int32_t>(lens[row] + below(2 * page_tokens + 1)));
       }
       pagoda::FreeList::Need need{0, 0};
       if (throws([&] { need = table.plan_growth(list, view(rows), view(to)); })) continue;
@@ -296,12 +296,12 @@ void fuzz_table(uint64_t seed, int64_t page_size, int64_t steps) {
         auto& pages = model[rows[r]];
         for (; lens[rows[r]] < to[r]; ++lens[rows[r]]) {
           const int64_t position = lens[rows[r]];
-          if (position % page_size == 0) {
+          if (position % page_tokens == 0) {
             require(index[next] == rows[r] * kMaxPages + static_cast<int64_t>(pages.size()),
                     "an entry is written elsewhere");
             pages.push_back(ids[next++]);
           }
-          require(slots[at++] == pages.back() * page_size + position % page_size, "a token lies elsewhere");
+          require(slots[at++] == pages.back() * page_tokens + position % page_tokens, "a token lies elsewhere");
         }
       }
     } else {
@@ -315,9 +315,9 @@ void fuzz_table(uint64_t seed, int64_t page_size, int64_t steps) {
       int32_t page = 0;
       if (list.num_free() > 0 && below(2) == 0) {
         list.alloc(1, &page);
-        table.append(row, {&page, 1}, page_size, index.data());
+        table.append(row, {&page, 1}, page_tokens, index.data());
         model[row].push_back(page);
-        lens[row] = page_size;
+        lens[row] = page_tokens;
       }
     }
     if (i % 16 == 0) {
@@ -337,19 +337,19 @@ int main(int argc, char** argv) {
   const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1;
   const int64_t steps = argc > 2 ? std::strtoll(argv[2], nullptr, 10) : 20000;
   struct Space {
-    int64_t num_ids, first_id, page_size;
+    int64_t num_ids, first_id, page_tokens;
   };
   const Space spaces[] = {{0, 1, 1}, {1, 0, 1}, {63, 1, 1}, {64, 0, 2}, {65, 7, 16}, {5000, 1, 64}, {300, 1, 3}};
   try {
     for (const Space& space : spaces) {
-      Fuzz fuzz(seed, space.num_ids, space.first_id, space.page_size);
+      Fuzz fuzz(seed, space.num_ids, space.first_id, space.page_tokens);
       for (int64_t i = 0; i < steps; ++i, ++g_step) {
         fuzz.step();
         if (i % 64 == 0) fuzz.compare();
       }
       fuzz.compare();
     }
-    for (int64_t page_size : {1, 2, 3, 16}) fuzz_table(seed, page_size, steps);
+    for (int64_t page_tokens : {1, 2, 3, 16}) fuzz_table(seed, page_tokens, steps);
   } catch (const pagoda::BrokenInvariant& e) {
     std::printf("step %lld: invariant %d: %s\n", static_cast<long long>(g_step), e.number, e.message.c_str());
     return 1;

@@ -51,14 +51,14 @@ class Follower {
  public:
   using Picture = std::map<std::pair<std::string, Tokens>, Tokens>;  // (namespace, tokens to a page's end) → its ids
 
-  void hear(const TreeEvent& event, int64_t page_size) {
+  void hear(const TreeEvent& event, int64_t page_tokens) {
     if (event.kind == EventKind::kReset) return known_.clear();
     const bool is_stored = event.kind == EventKind::kStored;
     uint64_t parent = event.parent;
     if (is_stored && event.position > 0) require(known_.count(parent) > 0, "a stored run cannot be attached");
     for (size_t p = 0; p < event.keys.size(); ++p) {
-      const auto begin = event.tokens.begin() + static_cast<std::ptrdiff_t>(p) * page_size;
-      Known page{event.space, event.position == 0 && p == 0, parent, Tokens(begin, begin + page_size), {}};
+      const auto begin = event.tokens.begin() + static_cast<std::ptrdiff_t>(p) * page_tokens;
+      Known page{event.space, event.position == 0 && p == 0, parent, Tokens(begin, begin + page_tokens), {}};
       for (const Tokens& column : event.columns) page.ids.push_back(column[p]);
       parent = event.keys[p];
       const auto at = known_.find(parent);
@@ -106,7 +106,7 @@ class Follower {
       for (size_t p = 0; !node.is_lost && !node.columns.empty() && p < node.columns[0].size(); ++p) {
         Tokens ids;
         for (const Tokens& column : node.columns) ids.push_back(column[p]);
-        const auto end = path.begin() + node.begin + static_cast<std::ptrdiff_t>(p + 1) * tree.page_size();
+        const auto end = path.begin() + node.begin + static_cast<std::ptrdiff_t>(p + 1) * tree.page_tokens();
         require(all.emplace(std::pair{*node.space, Tokens(path.begin(), end)}, ids).second, "a page is found twice");
       }
     }
@@ -115,7 +115,7 @@ class Follower {
 
   // Hears what the last call told, and compares.
   void follow(PrefixTree& tree) {
-    for (const TreeEvent& event : tree.take_events()) hear(event, tree.page_size());
+    for (const TreeEvent& event : tree.take_events()) hear(event, tree.page_tokens());
     require(picture() == shown(tree), "a follower sees something else");
   }
 
@@ -126,7 +126,7 @@ class Follower {
     tree.listen(on);
     known_.clear();
     if (!on) return;
-    for (const TreeEvent& event : tree.retell()) hear(event, tree.page_size());
+    for (const TreeEvent& event : tree.retell()) hear(event, tree.page_tokens());
   }
 
   bool is_on = false;
@@ -164,8 +164,8 @@ struct OldMatch {
 
 class Fuzz {
  public:
-  Fuzz(uint64_t seed, int64_t page_size, uint32_t hash_mask)
-      : random_(seed), page_(page_size), tree_(page_size, {0}, false, seed % 2 == 0 ? 4096 : 0, hash_mask) {}
+  Fuzz(uint64_t seed, int64_t page_tokens, uint32_t hash_mask)
+      : random_(seed), page_(page_tokens), tree_(page_tokens, {0}, false, seed % 2 == 0 ? 4096 : 0, hash_mask) {}
 
   void step() {
     switch (below(13)) {
@@ -492,8 +492,8 @@ class Fuzz {
 // A tree as the manager uses it: pages of window columns are followed, and leave one by one.
 class FollowedFuzz {
  public:
-  FollowedFuzz(uint64_t seed, int64_t page_size, bool has_full)
-      : random_(seed), page_(page_size), tree_(page_size, windows(has_full), false, 0), is_in_(kNumIds) {
+  FollowedFuzz(uint64_t seed, int64_t page_tokens, bool has_full)
+      : random_(seed), page_(page_tokens), tree_(page_tokens, windows(has_full), false, 0), is_in_(kNumIds) {
     const int first = has_full ? 1 : 0;
     std::vector<int> sets(static_cast<size_t>(first + 2), 0);
     if (has_full) sets[0] = -1;
@@ -678,18 +678,18 @@ class FollowedFuzz {
 int main(int argc, char** argv) {
   const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1;
   const int64_t steps = argc > 2 ? std::strtoll(argv[2], nullptr, 10) : 10000;
-  const int64_t page_sizes[] = {1, 2, 3, 16, 64, 100};
+  const int64_t page_tokenss[] = {1, 2, 3, 16, 64, 100};
   const uint32_t masks[] = {~uint32_t{0}, 3, 0};
   int64_t done = 0;
   try {
-    for (int64_t page_size : page_sizes) {
+    for (int64_t page_tokens : page_tokenss) {
       for (uint32_t mask : masks) {
-        Fuzz fuzz(seed * 1000 + static_cast<uint64_t>(page_size), page_size, mask);
+        Fuzz fuzz(seed * 1000 + static_cast<uint64_t>(page_tokens), page_tokens, mask);
         for (g_step = 0; g_step < steps / 18; ++g_step, ++done) fuzz.step();
       }
-      if (page_size > 16) continue;
+      if (page_tokens > 16) continue;
       for (const bool has_full : {false, true}) {
-        FollowedFuzz fuzz(seed * 1000 + static_cast<uint64_t>(page_size), page_size, has_full);
+        FollowedFuzz fuzz(seed * 1000 + static_cast<uint64_t>(page_tokens), page_tokens, has_full);
         for (g_step = 0; g_step < steps / 18; ++g_step, ++done) fuzz.step();
       }
     }

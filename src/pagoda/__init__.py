@@ -1,136 +1,125 @@
 """Pagoda: the KV-cache memory of an LLM inference engine, as a library.
 
 The rooms, each importing only those before it: `errors`, `layout` (what a model stores), `ids` (which ids
-are free), `tables` (which pages a row uses), `tree` (what is already computed), `kernels` (moving keys and
-values), `manager` (what running requests need), `pools` (the tensors), `attention` (what back ends read),
-`hf` (a cache for Hugging Face models), `compat` (the names of public designs), `cli`. docs/layers.md has the
-map."""
+are free), `tables` (which pages a row uses), `tree` (what is already computed), `manager` (what running
+requests need), `kernels` (moving keys and values), `pools` (the tensors), `attention` (what back ends read),
+`hf` (a cache for Hugging Face models), `models` (a small model to try things with), `compat` (the names of
+public designs), `cli`. docs/layers.md has the map.
+
+Importing this module imports none of them: each name is looked up in its room when it is first used, so that
+sizing a model needs no torch.
+"""
 
 from importlib import import_module as _import_module
-from importlib.metadata import version as _version
-from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from pagoda import compat, errors
-from pagoda.attention import PagedView, PagedViews, hnd_pages, nhd_pages, paged_attention
-from pagoda.compat import *  # noqa: F403
-from pagoda.errors import *  # noqa: F403
-from pagoda.ids import FreeList
-from pagoda.layout import (
-    Budget,
-    CompressedAttention,
-    Entry,
-    FullAttention,
-    GatedDelta,
-    KimiDelta,
-    Kind,
-    LatentAttention,
-    Layout,
-    Lightning,
-    Mamba1,
-    Mamba2,
-    Need,
-    PagedGroup,
-    Pages,
-    Part,
-    RingWindow,
-    Share,
-    SharedAttention,
-    ShortConv,
-    StateGroup,
-    WindowAttention,
-    from_hf,
-    model_config,
-    model_names,
-)
-from pagoda.manager import Admitted, Delta, GroupStats, Manager, Pending, Stats
-from pagoda.pools import DeviceTable, EntryPool, Pools, Staging, StatePart, StatePool, TokenPool
-from pagoda.tables import Growth, PageTable, TableWrites
-from pagoda.tree import (
-    Counts,
-    Freed,
-    Inserted,
-    Lease,
-    Match,
-    NodeView,
-    PrefixTree,
-    Removed,
-    Stored,
-    Tally,
-    draw_json,
-    draw_rich,
-    draw_text,
-)
+if _TYPE_CHECKING:
+    from pagoda import attention as attention
+    from pagoda import compat as compat
+    from pagoda import errors as errors
+    from pagoda import hf as hf
+    from pagoda import ids as ids
+    from pagoda import kernels as kernels
+    from pagoda import layout as layout
+    from pagoda import manager as manager
+    from pagoda import models as models
+    from pagoda import pools as pools
+    from pagoda import tree as tree
+    from pagoda.attention import PagedView, PagedViews, paged_attention
+    from pagoda.errors import CapacityError, ConfigError, PagodaError, UsageError
+    from pagoda.ids import FreeList
+    from pagoda.layout import (
+        CompressedAttention,
+        FullAttention,
+        GatedDelta,
+        KimiDelta,
+        LatentAttention,
+        Layout,
+        Lightning,
+        Mamba1,
+        Mamba2,
+        RingWindow,
+        SharedAttention,
+        ShortConv,
+        WindowAttention,
+        from_hf,
+        model_config,
+        model_names,
+    )
+    from pagoda.manager import Delta, Manager
+    from pagoda.pools import EntryPool, Pools, StatePool, TokenPool
+    from pagoda.tree import PrefixTree, draw_json, draw_rich, draw_text
 
-__version__ = _version("pagoda-kv")
+    __version__: str
 
 __all__ = [
-    "Admitted",
-    "Budget",
+    "CapacityError",
     "CompressedAttention",
-    "Counts",
+    "ConfigError",
     "Delta",
-    "DeviceTable",
-    "Entry",
     "EntryPool",
     "FreeList",
-    "Freed",
     "FullAttention",
     "GatedDelta",
-    "GroupStats",
-    "Growth",
-    "Inserted",
     "KimiDelta",
-    "Kind",
     "LatentAttention",
     "Layout",
-    "Lease",
     "Lightning",
     "Mamba1",
     "Mamba2",
     "Manager",
-    "Match",
-    "Need",
-    "NodeView",
-    "PageTable",
-    "PagedGroup",
     "PagedView",
     "PagedViews",
-    "Pages",
-    "Part",
-    "Pending",
+    "PagodaError",
     "Pools",
     "PrefixTree",
-    "Removed",
     "RingWindow",
-    "Share",
     "SharedAttention",
     "ShortConv",
-    "Staging",
-    "StateGroup",
-    "StatePart",
     "StatePool",
-    "Stats",
-    "Stored",
-    "TableWrites",
-    "Tally",
     "TokenPool",
+    "UsageError",
     "WindowAttention",
     "draw_json",
     "draw_rich",
     "draw_text",
     "from_hf",
-    "hnd_pages",
     "model_config",
     "model_names",
-    "nhd_pages",
     "paged_attention",
-    *compat.__all__,
-    *errors.__all__,
 ]
 
+_NAMES = {
+    "attention": "PagedView PagedViews paged_attention",
+    "compat": "",
+    "errors": "CapacityError ConfigError PagodaError UsageError",
+    "hf": "",
+    "ids": "FreeList",
+    "kernels": "",
+    "layout": (
+        "CompressedAttention FullAttention GatedDelta KimiDelta LatentAttention Layout Lightning Mamba1 "
+        "Mamba2 RingWindow SharedAttention ShortConv WindowAttention from_hf model_config model_names"
+    ),
+    "manager": "Delta Manager",
+    "models": "",
+    "pools": "EntryPool Pools StatePool TokenPool",
+    "tree": "PrefixTree draw_json draw_rich draw_text",
+}
+_ROOMS = {name: room for room, names in _NAMES.items() for name in names.split()}
 
-def __getattr__(name: str) -> _ModuleType:
-    # Transformers takes seconds to import, and not everybody has it.
-    if name == "hf":
-        return _import_module("pagoda.hf")
-    raise AttributeError(f"module 'pagoda' has no attribute {name!r}")
+
+def __getattr__(name: str) -> object:
+    if name in _NAMES:
+        return _import_module(f"pagoda.{name}")
+    if name in _ROOMS:
+        found: object = getattr(_import_module(f"pagoda.{_ROOMS[name]}"), name)
+    elif name == "__version__":
+        found = _import_module("importlib.metadata").version("pagoda-kv")
+    else:
+        raise AttributeError(f"module 'pagoda' has no attribute {name!r}")
+    globals()[name] = found  # the next look finds it without this function
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_NAMES, "__version__"})

@@ -42,14 +42,14 @@ class PageTable:
     Errors: ConfigError for sizes that are not positive or pass 2**31; MemoryError.
     """
 
-    def __init__(self, num_rows: int, max_pages_per_row: int, page_size: int) -> None:
-        self._native = _native.PageTable(num_rows, max_pages_per_row, page_size)
+    def __init__(self, num_rows: int, max_pages_per_row: int, page_tokens: int) -> None:
+        self._native = _native.PageTable(num_rows, max_pages_per_row, page_tokens)
         self.num_rows = self._native.num_rows
         self.max_pages_per_row = self._native.max_pages_per_row
-        self.page_size = self._native.page_size
+        self.page_tokens = self._native.page_tokens
 
     def __repr__(self) -> str:
-        return f"PageTable({self.num_rows} rows of {self.max_pages_per_row} pages of {self.page_size})"
+        return f"PageTable({self.num_rows} rows of {self.max_pages_per_row} pages of {self.page_tokens})"
 
     def num_tokens(self, row: int) -> int:
         """Tokens of a row. O(1). Errors: OutOfRangeError."""

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagoda import (
-    GDNPool,
-    KVPool,
-    TokenToKVPoolAllocator,
-)
+from pagoda.compat import GDNPool, KVPool, TokenToKVPoolAllocator
 
 PAGE_SIZES = [1, 2, 16, 64]
 PLAIN = [torch.float16, torch.bfloat16, torch.float32]

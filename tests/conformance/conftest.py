@@ -4,7 +4,7 @@ import pytest
 
 from conformance.kinds import KINDS, Kind
 from conformance.prefixes import NUM_PAGES, PAGE_SIZES, insert
-from pagoda import CacheManager, RadixCacheManager
+from pagoda.compat import CacheManager, RadixCacheManager
 
 
 @pytest.fixture(params=KINDS)

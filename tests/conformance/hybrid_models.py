@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagoda import AttentionType, DSV4Config, KVCacheManager, LayerSpec
+from pagoda.compat import AttentionType, DSV4Config, KVCacheManager, LayerSpec
 from pagoda.layout import index_keys, latent
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from conformance.hybrid_models import tiny
-from pagoda import (
+from pagoda import CapacityError
+from pagoda.compat import (
     AttentionType,
     BlockAllocator,
-    CapacityError,
     GDNPool,
     KVCacheManager,
     LayerSpec,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagoda import CacheManager, RadixCacheHandle, RadixCacheManager, Request
+from pagoda.compat import CacheManager, RadixCacheHandle, RadixCacheManager, Request
 
 PAGE_SIZES = [1, 4, 16]
 NUM_PAGES = 20  # of a CacheManager

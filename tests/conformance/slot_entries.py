@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pagoda import PrefixCacheManager
+from pagoda.compat import PrefixCacheManager
 
 MISS = (0, -1, 0)
 

@@ -10,16 +10,9 @@ import pytest
 import torch
 
 import pagoda
-from pagoda import (
-    BlockAllocator,
-    CapacityError,
-    CaptureError,
-    ConfigError,
-    NotHeldError,
-    OutOfRangeError,
-    PagodaError,
-    UsageError,
-)
+from pagoda import CapacityError, ConfigError, PagodaError, UsageError
+from pagoda.compat import BlockAllocator
+from pagoda.errors import CaptureError, NotHeldError, OutOfRangeError
 
 FAILS = (AssertionError, pytest.fail.Exception)  # how a check says that an implementation is wrong
 
@@ -42,7 +35,7 @@ def free_blocks(allocator: BlockAllocator) -> list[int]:
 def test_argument_names_their_order_and_defaults_are_part_of_the_contract(call: Any, wanted: str) -> None:
     parameters = [it.replace(annotation=it.empty) for it in inspect.signature(call).parameters.values()]
     assert ", ".join(map(str, parameters)) == wanted
-    assert pagoda.BlockAllocator is BlockAllocator
+    assert pagoda.compat.BlockAllocator is BlockAllocator
 
 
 def test_attributes_are_num_free_num_total_blocks_and_device(device: str) -> None:

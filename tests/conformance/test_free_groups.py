@@ -7,10 +7,7 @@ from conformance.builders import (
     PAGE_SIZES,
     allocator_of,
 )
-from pagoda import (
-    IdError,
-    NotHeldError,
-)
+from pagoda.errors import IdError, NotHeldError
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

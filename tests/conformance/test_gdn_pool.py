@@ -13,11 +13,8 @@ from conformance.builders import (
     gdn_pool,
     numbered,
 )
-from pagoda import (
-    ConfigError,
-    GDNPool,
-    UsageError,
-)
+from pagoda import ConfigError, UsageError
+from pagoda.compat import GDNPool
 
 
 @pytest.mark.parametrize("dtype", PLAIN, ids=str)

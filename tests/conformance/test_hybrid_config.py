@@ -13,21 +13,17 @@ import pytest
 
 import pagoda
 from conformance.hybrid_models import CSA, FAILS, HCA, SCHEDULE, SWA, manager_of, tiny
-from pagoda import (
+from pagoda import ConfigError, from_hf, model_config
+from pagoda.compat import (
     AttentionType,
-    ConfigError,
     DSV4Config,
-    Entry,
     KVCacheManager,
     LayerCacheSchema,
     LayerSpec,
-    Part,
     build_schema,
     compute_block_budget,
-    from_hf,
-    model_config,
 )
-from pagoda.layout import compressed_fp8, index_keys, plain
+from pagoda.layout import Entry, TensorSpec, compressed_fp8, index_keys, plain
 
 FLASH, PRO = DSV4Config.flash(), DSV4Config.pro()
 
@@ -162,14 +158,16 @@ def test_a_schema_says_all_of_a_layer() -> None:
     [
         # What later models use: all of it in fp8 under four scales, or in fp4 under one for each 16 numbers.
         (
-            Entry("all fp8", (Part("flat", (512,), "fp8"),), (Part("scale", (4,), "float32"),), 528),
+            Entry(
+                "all fp8", (TensorSpec("flat", (512,), "fp8"),), (TensorSpec("scale", (4,), "float32"),), 528
+            ),
             528,
         ),
         (
             Entry(
                 "all fp4",
-                (Part("flat", (256,), "float4_e2m1fn_x2"),),
-                (Part("scale", (32,), "float8_e8m0fnu"),),
+                (TensorSpec("flat", (256,), "float4_e2m1fn_x2"),),
+                (TensorSpec("scale", (32,), "float8_e8m0fnu"),),
                 288,
             ),
             288,
@@ -438,4 +436,4 @@ def test_argument_names_are_part_of_the_contract(call: Any, wanted: str) -> None
     parameters = [it.replace(annotation=it.empty) for it in signature.parameters.values()]
     found = str(signature.replace(parameters=parameters, return_annotation=signature.empty))
     assert found == f"({wanted})"
-    assert getattr(pagoda, call.__name__) is call
+    assert getattr(pagoda.compat, call.__name__) is call

@@ -12,15 +12,8 @@ import torch
 
 from conformance.builders import captured
 from conformance.hybrid_models import CSA, HCA, LAYERS, exact, manager_of, parts_of, tiny
-from pagoda import (
-    ArgumentError,
-    AttentionType,
-    CaptureError,
-    DSV4Config,
-    KVCacheManager,
-    LayerCacheHandle,
-    OutOfRangeError,
-)
+from pagoda.compat import AttentionType, DSV4Config, KVCacheManager, LayerCacheHandle
+from pagoda.errors import ArgumentError, CaptureError, OutOfRangeError
 
 WINDOW, CSA_LAYER, HCA_LAYER, SWA_LAYER = 8, 2, 3, 1
 

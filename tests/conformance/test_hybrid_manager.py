@@ -31,23 +31,9 @@ from conformance.hybrid_models import (
     tiny,
 )
 from conformance.test_rule_threads import quick_switches
-from pagoda import (
-    ArgumentError,
-    CapacityError,
-    CaptureError,
-    ConfigError,
-    InvariantError,
-    KVCacheManager,
-    LayerCacheHandle,
-    LayerSpec,
-    NotHeldError,
-    OutOfRangeError,
-    PagedKVPool,
-    PagodaError,
-    StateCachePool,
-    UsageError,
-    kernels,
-)
+from pagoda import CapacityError, ConfigError, PagodaError, UsageError, kernels
+from pagoda.compat import KVCacheManager, LayerCacheHandle, LayerSpec, PagedKVPool, StateCachePool
+from pagoda.errors import ArgumentError, CaptureError, InvariantError, NotHeldError, OutOfRangeError
 
 CSA_LAYERS, HCA_LAYERS, SWA_LAYERS = (2, 5), (3, 8), (1,)
 
@@ -76,7 +62,7 @@ CSA_LAYERS, HCA_LAYERS, SWA_LAYERS = (2, 5), (3, 8), (1,)
 def test_argument_names_their_order_and_defaults_are_part_of_the_contract(call: Any, wanted: str) -> None:
     parameters = [it.replace(annotation=it.empty) for it in inspect.signature(call).parameters.values()]
     assert ", ".join(map(str, parameters)) == wanted
-    assert pagoda.KVCacheManager is KVCacheManager
+    assert pagoda.compat.KVCacheManager is KVCacheManager
 
 
 def test_attributes_are_those_of_the_contract(device: str) -> None:
@@ -469,7 +455,7 @@ def test_rows_and_blocks_are_managed_without_reading_a_tensor(
     given = tokens_on(device, [1], [0], [0])
     live_a_while(manager, device)
     # On a CPU the kernel that writes tables is plain torch, which may look where it writes.
-    monkeypatch.setattr(kernels, "set_entries", lambda *_: None)
+    monkeypatch.setattr(kernels, "set_table", lambda *_: None)
     with nothing_is_read(monkeypatch):
         live_a_while(manager, device)
         for layer in LAYERS:
@@ -555,7 +541,7 @@ def test_rows_and_blocks_are_managed_between_captures_and_handles_made_inside() 
 def blowing_up(monkeypatch: pytest.MonkeyPatch, where: str) -> Any:
     """Patches that make one step of an allocation fail, with what it fails."""
     error = torch.OutOfMemoryError("no memory") if where == "out of memory" else KeyboardInterrupt("Ctrl-C")
-    patch, write, calls = monkeypatch.context(), kernels.set_entries, []
+    patch, write, calls = monkeypatch.context(), kernels.set_table, []
 
     def once(*args: Any) -> None:
         calls.append(1)
@@ -564,7 +550,7 @@ def blowing_up(monkeypatch: pytest.MonkeyPatch, where: str) -> Any:
         if len(calls) == 1:
             raise error
 
-    patch.__enter__().setattr(kernels, "set_entries", once)
+    patch.__enter__().setattr(kernels, "set_table", once)
     return patch, type(error)
 
 

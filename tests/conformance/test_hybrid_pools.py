@@ -8,20 +8,18 @@ import pytest
 import torch
 
 from conformance.hybrid_models import CSA, HCA, SWA, parts_of, tiny
-from pagoda import (
-    ArgumentError,
+from pagoda import ConfigError
+from pagoda.compat import (
     AttentionType,
-    ConfigError,
     DSV4Config,
-    InvariantError,
     LayerCacheSchema,
     LayerSpec,
-    OutOfRangeError,
     PagedKVPool,
     StateCachePool,
     build_schema,
 )
 from pagoda.compat.hybrid import StateSnapshot
+from pagoda.errors import ArgumentError, InvariantError, OutOfRangeError
 from pagoda.layout import index_keys
 
 FLASH = DSV4Config.flash()

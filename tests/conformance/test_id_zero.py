@@ -11,15 +11,8 @@ from conformance.kinds import (
     free_tracks,
     gdn_pool,
 )
-from pagoda import (
-    BlockAllocator,
-    CapacityError,
-    KVPool,
-    PagodaError,
-    ReqToTokenPool,
-    SlotAllocator,
-    TokenToKVPoolAllocator,
-)
+from pagoda import CapacityError, PagodaError
+from pagoda.compat import BlockAllocator, KVPool, ReqToTokenPool, SlotAllocator, TokenToKVPoolAllocator
 
 # --- the table
 

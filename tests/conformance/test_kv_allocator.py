@@ -12,12 +12,9 @@ from conformance.builders import (
     allocator_of,
     free_slots,
 )
-from pagoda import (
-    ConfigError,
-    NotHeldError,
-    TokenToKVPoolAllocator,
-    UsageError,
-)
+from pagoda import ConfigError, UsageError
+from pagoda.compat import TokenToKVPoolAllocator
+from pagoda.errors import NotHeldError
 
 
 def test_arguments_of_the_allocator_are_its_attributes(device: str) -> None:

@@ -15,11 +15,10 @@ from conformance.builders import (
     kv_pool,
     rows_like,
 )
-from pagoda import (
-    ConfigError,
+from pagoda import ConfigError, PagodaError
+from pagoda.compat import (
     GDNPool,
     KVPool,
-    PagodaError,
     ReqToTokenPool,
     TokenToKVPoolAllocator,
     make_full_attention_net_mem_pool,
@@ -79,8 +78,8 @@ def test_argument_names_their_order_and_defaults_are_part_of_the_contract(call: 
 
 @pytest.mark.parametrize("call", [call for call, _ in SIGNATURES if "." not in call.__qualname__])
 def test_every_name_imports_from_the_package(call: Any) -> None:
-    assert getattr(pagoda, call.__name__) is call
-    assert call.__name__ in pagoda.__all__
+    assert getattr(pagoda.compat, call.__name__) is call
+    assert call.__name__ in pagoda.compat.__all__
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

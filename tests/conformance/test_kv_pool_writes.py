@@ -16,12 +16,9 @@ from conformance.builders import (
     rows_like,
     same,
 )
-from pagoda import (
-    ArgumentError,
-    KVPool,
-    UsageError,
-    kernels,
-)
+from pagoda import UsageError, kernels
+from pagoda.compat import KVPool
+from pagoda.errors import ArgumentError
 
 WRITE_PATHS = ["dispatched"] if torch.cuda.is_available() else ["dispatched", "interpreted"]
 
@@ -30,7 +27,7 @@ WRITE_PATHS = ["dispatched"] if torch.cuda.is_available() else ["dispatched", "i
 def written_on(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A device to write on; without a GPU also the kernel that serves CUDA, interpreted."""
     if request.param == "interpreted":
-        fused = pytest.importorskip("pagoda.kernels.fused")
+        fused = pytest.importorskip("pagoda.kernels._fused")
         monkeypatch.setattr(kernels, "_for", lambda tensor: fused)
     return device
 

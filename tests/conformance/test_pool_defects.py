@@ -17,13 +17,9 @@ from conformance.builders import (
     kv_pool,
     rows_like,
 )
-from pagoda import (
-    CaptureError,
-    OutOfRangeError,
-    PagodaError,
-    ReqToTokenPool,
-    make_full_attention_net_mem_pool,
-)
+from pagoda import PagodaError
+from pagoda.compat import ReqToTokenPool, make_full_attention_net_mem_pool
+from pagoda.errors import CaptureError, OutOfRangeError
 
 
 @pytest.mark.gpu

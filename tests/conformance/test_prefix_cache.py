@@ -11,14 +11,9 @@ import torch
 
 import pagoda
 from conformance.slot_entries import MISS, cached, put
-from pagoda import (
-    ArgumentError,
-    ConfigError,
-    InvariantError,
-    PrefixCacheManager,
-    SlotAllocator,
-    UsageError,
-)
+from pagoda import ConfigError, UsageError
+from pagoda.compat import PrefixCacheManager, SlotAllocator
+from pagoda.errors import ArgumentError, InvariantError
 
 
 def entries(cache: PrefixCacheManager, tokens: list[int]) -> list[tuple[int, int, int]]:
@@ -41,7 +36,7 @@ def entries(cache: PrefixCacheManager, tokens: list[int]) -> list[tuple[int, int
 def test_argument_names_are_part_of_the_contract(call: Any, wanted: str) -> None:
     parameters = [it.replace(annotation=it.empty) for it in inspect.signature(call).parameters.values()]
     assert ", ".join(map(str, parameters)) == wanted
-    assert pagoda.PrefixCacheManager is PrefixCacheManager
+    assert pagoda.compat.PrefixCacheManager is PrefixCacheManager
 
 
 @pytest.mark.parametrize("max_capacity", [-1, 1.5, "3", None, 2**70])

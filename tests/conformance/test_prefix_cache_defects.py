@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from conformance.prefixes import FAILS
-from pagoda import PrefixCacheManager, SlotAllocator
+from pagoda.compat import PrefixCacheManager, SlotAllocator
 
 
 class Trie:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from conformance.slot_entries import MISS, cached, put
-from pagoda import ArgumentError, OutOfRangeError, PrefixCacheManager, SlotAllocator
+from pagoda.compat import PrefixCacheManager, SlotAllocator
+from pagoda.errors import ArgumentError, OutOfRangeError
 
 # --- what still holds
 

@@ -10,19 +10,9 @@ import torch
 
 import pagoda
 from conformance.prefixes import drawn, evict, insert, match, seen, slots_of, tokens_of
-from pagoda import (
-    ArgumentError,
-    BaseCacheHandle,
-    BaseCacheManager,
-    CapacityError,
-    ConfigError,
-    InvariantError,
-    NotHeldError,
-    RadixCacheHandle,
-    RadixCacheManager,
-    SizeInfo,
-    StaleError,
-)
+from pagoda import CapacityError, ConfigError
+from pagoda.compat import BaseCacheHandle, BaseCacheManager, RadixCacheHandle, RadixCacheManager, SizeInfo
+from pagoda.errors import ArgumentError, InvariantError, NotHeldError, StaleError
 
 
 @pytest.mark.parametrize(
@@ -42,7 +32,7 @@ def test_argument_names_are_part_of_the_contract(call: Any, wanted: str) -> None
 
 
 def test_the_interface_is_abstract_and_the_radix_cache_is_one() -> None:
-    assert pagoda.RadixCacheManager is RadixCacheManager
+    assert pagoda.compat.RadixCacheManager is RadixCacheManager
     assert issubclass(RadixCacheManager, BaseCacheManager)
     assert issubclass(RadixCacheHandle, BaseCacheHandle)
     with pytest.raises(TypeError):

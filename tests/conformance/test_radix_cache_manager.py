@@ -19,20 +19,16 @@ from conformance.prefixes import (
     slots_of,
     tokens_of,
 )
-from pagoda import (
+from pagoda import CapacityError, ConfigError, UsageError
+from pagoda.compat import CacheManager, RadixCacheManager, Request
+from pagoda.errors import (
     AlreadyHeldError,
     ArgumentError,
-    CacheManager,
-    CapacityError,
-    ConfigError,
     DoubleFreeError,
     InvariantError,
     NotHeldError,
     OutOfRangeError,
-    RadixCacheManager,
-    Request,
     StaleError,
-    UsageError,
 )
 
 

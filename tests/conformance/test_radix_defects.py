@@ -14,14 +14,9 @@ import pytest
 import torch
 
 from conformance.prefixes import FAILS, begin, run
-from pagoda import (
-    CacheManager,
-    NotHeldError,
-    PagodaError,
-    RadixCacheManager,
-    find_first_diff_pos,
-    format_radix_tree,
-)
+from pagoda import PagodaError
+from pagoda.compat import CacheManager, RadixCacheManager, find_first_diff_pos, format_radix_tree
+from pagoda.errors import NotHeldError
 
 
 class Node:

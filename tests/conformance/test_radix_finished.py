@@ -21,15 +21,14 @@ from conformance.prefixes import (
     tokens_of,
 )
 from conformance.test_rules import no_synchronisation
-from pagoda import (
+from pagoda import CapacityError
+from pagoda.compat import CacheManager, RadixCacheHandle
+from pagoda.errors import (
     ArgumentError,
-    CacheManager,
-    CapacityError,
     CaptureError,
     DoubleFreeError,
     NotHeldError,
     OutOfRangeError,
-    RadixCacheHandle,
     StaleError,
 )
 

@@ -11,16 +11,9 @@ import pytest
 import torch
 
 from conformance.prefixes import drawn, evict, insert, match, seen, slots_of, tokens_of
-from pagoda import (
-    AlreadyHeldError,
-    ArgumentError,
-    CapacityError,
-    InvariantError,
-    OutOfRangeError,
-    RadixCacheManager,
-    StaleError,
-    UsageError,
-)
+from pagoda import CapacityError, UsageError
+from pagoda.compat import RadixCacheManager
+from pagoda.errors import AlreadyHeldError, ArgumentError, InvariantError, OutOfRangeError, StaleError
 
 # --- insert
 

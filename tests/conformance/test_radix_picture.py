@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from conformance.prefixes import PAGE_SIZES, insert, match
-from pagoda import ArgumentError, RadixCacheManager, format_radix_tree, print_radix_tree
+from pagoda.compat import RadixCacheManager, format_radix_tree, print_radix_tree
+from pagoda.errors import ArgumentError
 
 
 @pytest.fixture

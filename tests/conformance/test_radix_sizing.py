@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda import (
-    ArgumentError,
-    ConfigError,
+from pagoda import ConfigError
+from pagoda.compat import (
     create_page_table,
     find_first_diff_pos,
     get_mha_cache_per_page,
     get_num_pages_for_kv_cache,
 )
+from pagoda.errors import ArgumentError
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda import (
-    ConfigError,
-    NotHeldError,
-    ReqToTokenPool,
-    UsageError,
-)
+from pagoda import ConfigError, UsageError
+from pagoda.compat import ReqToTokenPool
+from pagoda.errors import NotHeldError
 
 
 def test_req_to_token_is_int32_with_a_row_of_padding(device: str) -> None:

@@ -18,13 +18,8 @@ from conformance.kinds import (
     Kind,
     pages_of,
 )
-from pagoda import (
-    GDNPool,
-    KVPool,
-    NotHeldError,
-    ReqToTokenPool,
-    TokenToKVPoolAllocator,
-)
+from pagoda.compat import GDNPool, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
+from pagoda.errors import NotHeldError
 
 
 @contextmanager

@@ -19,21 +19,9 @@ from conformance.kinds import (
     Kind,
     gdn_pool,
 )
-from pagoda import (
-    BlockAllocator,
-    CapacityError,
-    CaptureError,
-    IdError,
-    InvariantError,
-    KVPool,
-    NotHeldError,
-    OutOfRangeError,
-    PagodaError,
-    ReqToTokenPool,
-    SlotAllocator,
-    TokenToKVPoolAllocator,
-    UsageError,
-)
+from pagoda import CapacityError, PagodaError, UsageError
+from pagoda.compat import BlockAllocator, KVPool, ReqToTokenPool, SlotAllocator, TokenToKVPoolAllocator
+from pagoda.errors import CaptureError, IdError, InvariantError, NotHeldError, OutOfRangeError
 
 # --- rule 1: a call that fails changes nothing; running out is one typed error, or None, or −1
 

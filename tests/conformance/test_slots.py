@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 import pagoda
-from pagoda import AlreadyHeldError, ConfigError, NotHeldError, OutOfRangeError, SlotAllocator, UsageError
+from pagoda import ConfigError, UsageError
+from pagoda.compat import SlotAllocator
+from pagoda.errors import AlreadyHeldError, NotHeldError, OutOfRangeError
 
 FAILS = (AssertionError, pytest.fail.Exception)  # how a check says that an implementation is wrong
 
@@ -40,7 +42,7 @@ def state(allocator: SlotAllocator) -> tuple[Any, ...]:
 def test_argument_names_are_part_of_the_contract(call: Any, wanted: str) -> None:
     parameters = [it.replace(annotation=it.empty) for it in inspect.signature(call).parameters.values()]
     assert ", ".join(map(str, parameters)) == wanted
-    assert pagoda.SlotAllocator is SlotAllocator
+    assert pagoda.compat.SlotAllocator is SlotAllocator
 
 
 def test_alloc_gives_the_lowest_free_slot_from_0() -> None:

@@ -1,13 +1,15 @@
 """Layouts of entries that tests share: quantised and plain, of a real model's size and of odd ones."""
 
-from pagoda.layout.entries import Entry, Part, compressed_fp8, index_keys
+from pagoda.layout._entries import Entry, TensorSpec, compressed_fp8, index_keys
 
 __all__ = ["ENTRIES", "plain_entry"]
 
 
 def plain_entry(flat_dim: int, rope_dim: int, dtype: str = "float32") -> Entry:
     """An entry that keeps numbers as they are."""
-    return Entry("compressed", (Part("flat", (flat_dim,), dtype), Part("rope", (rope_dim,), dtype)))
+    return Entry(
+        "compressed", (TensorSpec("flat", (flat_dim,), dtype), TensorSpec("rope", (rope_dim,), dtype))
+    )
 
 
 ENTRIES: dict[str, Entry] = {
@@ -20,23 +22,25 @@ ENTRIES: dict[str, Entry] = {
     "fp8 keys": index_keys(128, "fp8"),
     "fp4 keys": index_keys(128, "fp4"),
     "33 bytes and a scale": Entry(
-        "compressed", (Part("flat", (33,), "float8_e4m3fn"),), (Part("scale", (1,), "float8_e8m0fnu"),)
+        "compressed",
+        (TensorSpec("flat", (33,), "float8_e4m3fn"),),
+        (TensorSpec("scale", (1,), "float8_e8m0fnu"),),
     ),
     "a scale for two": Entry(
         "compressed",
-        (Part("flat", (8,), "float8_e4m3fn"), Part("rope", (2,), "bfloat16")),
-        (Part("scale", (4,), "float8_e8m0fnu"),),
+        (TensorSpec("flat", (8,), "float8_e4m3fn"), TensorSpec("rope", (2,), "bfloat16")),
+        (TensorSpec("scale", (4,), "float8_e8m0fnu"),),
     ),
     "bfloat16 keys": index_keys(12, "bfloat16"),
     # Those of later models: 512 numbers in fp8 under four float32 scales, in fp4 under 32 exponents.
     "528 bytes": Entry(
         "compressed",
-        (Part("flat", (512,), "float8_e4m3fn"),),
-        (Part("scale", (4,), "float32"),),
+        (TensorSpec("flat", (512,), "float8_e4m3fn"),),
+        (TensorSpec("scale", (4,), "float32"),),
     ),
     "288 bytes": Entry(
         "compressed",
-        (Part("flat", (256,), "float4_e2m1fn_x2"),),
-        (Part("scale", (32,), "float8_e8m0fnu"),),
+        (TensorSpec("flat", (256,), "float4_e2m1fn_x2"),),
+        (TensorSpec("scale", (32,), "float8_e8m0fnu"),),
     ),
 }

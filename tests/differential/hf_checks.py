@@ -13,7 +13,7 @@ import transformers
 import pagoda
 from differential.judge import LOGITS, assert_same, prompt, sharp, sharp_model, spoil
 from differential.tiny_models import TINY, config_class, tiny_config
-from pagoda.hf.families import served_layout
+from pagoda.hf._families import served_layout
 from pagoda.layout import Layout
 
 __all__ = ["CASES", "REFUSED", "SERVED", "Checked", "family", "is_here", "model_of"]

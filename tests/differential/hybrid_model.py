@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention, apply_rotary_pos_emb
 
-from pagoda import DSV4Config, KVCacheManager, LayerCacheHandle
+from pagoda.compat import DSV4Config, KVCacheManager, LayerCacheHandle
 
 __all__ = ["Served"]
 

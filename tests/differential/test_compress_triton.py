@@ -10,12 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagoda.kernels import compress_reference
+from pagoda.kernels import _compress_reference as compress_reference
 from pagoda.kernels.entries import Tokens
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
-    compress_fused = pytest.importorskip("pagoda.kernels.compress_fused", reason="needs triton")
-    entries_fused = pytest.importorskip("pagoda.kernels.entries_fused", reason="needs triton")
+    compress_fused = pytest.importorskip("pagoda.kernels._compress_fused", reason="needs triton")
+    entries_fused = pytest.importorskip("pagoda.kernels._entries_fused", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(

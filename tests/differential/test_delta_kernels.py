@@ -9,10 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagoda.kernels import Regions, reference
+from pagoda.kernels import Regions
+from pagoda.kernels import _reference as reference
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
-    fused = pytest.importorskip("pagoda.kernels.fused", reason="needs triton")
+    fused = pytest.importorskip("pagoda.kernels._fused", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(
@@ -76,7 +77,7 @@ def test_table_writes_agree(data: st.DataObject):
     packed = torch.tensor(np.concatenate([[7] * offset, index, values, [3] * more]).astype(np.int32))
     for kernels, device in ((fused, DEVICE), (reference, "cpu")):
         table = torch.full((num_entries,), -5, dtype=torch.int32, device=device)
-        kernels.write_entries(packed.to(device)[offset:], len(index), table)
+        kernels.write_table(packed.to(device)[offset:], len(index), table)
         assert np.array_equal(table.cpu().numpy(), expected)
 
 
@@ -93,7 +94,7 @@ def test_two_entries_are_set_and_nothing_else(offset: int, size: int, value: int
     expected[offset + at], expected[offset + other_at] = value, -7
     for kernels, device in ((fused, DEVICE), (reference, "cpu")):
         whole = torch.arange(len(expected), dtype=torch.int32, device=device)
-        kernels.set_entries(whole[offset:], at, value, other_at, -7)
+        kernels.set_table(whole[offset:], at, value, other_at, -7)
         assert whole.tolist() == expected, kernels.__name__
 
 

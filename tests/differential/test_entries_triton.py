@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from differential.entry_layouts import ENTRIES
-from pagoda.kernels import entries_reference
+from pagoda.kernels import _entries_reference as entries_reference
+from pagoda.kernels._entries_reference import decode, encode
 from pagoda.kernels.entries import Codec, Ring, Tokens
-from pagoda.kernels.entries_reference import decode, encode
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
-    entries_fused = pytest.importorskip("pagoda.kernels.entries_fused", reason="needs triton")
+    entries_fused = pytest.importorskip("pagoda.kernels._entries_fused", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(

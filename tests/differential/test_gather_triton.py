@@ -7,10 +7,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagoda.kernels import gather_reference
+from pagoda.kernels import _gather_reference as gather_reference
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
-    gather_fused = pytest.importorskip("pagoda.kernels.gather_fused", reason="needs triton")
+    gather_fused = pytest.importorskip("pagoda.kernels._gather_fused", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(
@@ -26,10 +26,10 @@ def noise(random: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
 
 
-def judge(slots: torch.Tensor, buffers: list[torch.Tensor], page_size: int, offset: int) -> None:
+def judge(slots: torch.Tensor, buffers: list[torch.Tensor], page_tokens: int, offset: int) -> None:
     """Gather with both into the middle of larger tensors, and compare every byte of these."""
-    n, num_slots = slots.shape[0], NUM_PAGES * page_size
-    sizes = [pages.shape[1] // page_size for pages in buffers]
+    n, num_slots = slots.shape[0], NUM_PAGES * page_tokens
+    sizes = [pages.shape[1] // page_tokens for pages in buffers]
     expected = []
     for pages, size in zip(buffers, sizes, strict=True):
         whole = pages.numpy().tobytes()
@@ -42,7 +42,7 @@ def judge(slots: torch.Tensor, buffers: list[torch.Tensor], page_size: int, offs
         addresses, out_addresses = (
             torch.tensor([tensor.data_ptr() for tensor in tensors], device=device) for tensors in (pool, outs)
         )
-        kernels.gather(slots.to(device), pool, addresses, page_size, outs, out_addresses)
+        kernels.gather(slots.to(device), pool, addresses, page_tokens, outs, out_addresses)
         assert [room.cpu().numpy().tobytes() for room in rooms] == expected, kernels.__name__
         assert all(torch.equal(mine.cpu(), pages) for mine, pages in zip(pool, buffers, strict=True))
 
@@ -51,22 +51,22 @@ def judge(slots: torch.Tensor, buffers: list[torch.Tensor], page_size: int, offs
 @given(data=st.data())
 def test_gather_agrees_for_any_width_alignment_and_padding(data: st.DataObject):
     random = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
-    page_size = data.draw(st.sampled_from([1, 3, 4, 16]))
+    page_tokens = data.draw(st.sampled_from([1, 3, 4, 16]))
     sizes = data.draw(  # bytes of a row
         st.lists(st.sampled_from([1, 2, 6, 8, 16, 48, 128, 1152]), min_size=1, max_size=2)
     )
-    buffers = [noise(random, NUM_PAGES, page_size * size) for size in sizes * data.draw(st.integers(1, 3))]
-    num_slots = NUM_PAGES * page_size
+    buffers = [noise(random, NUM_PAGES, page_tokens * size) for size in sizes * data.draw(st.integers(1, 3))]
+    num_slots = NUM_PAGES * page_tokens
     if data.draw(st.booleans()):
         pages = torch.randint(0, NUM_PAGES, (data.draw(st.integers(0, 4)),), generator=random)
-        slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()
+        slots = (pages[:, None] * page_tokens + torch.arange(page_tokens)).flatten()
     else:
         slots = torch.randint(0, num_slots, (data.draw(st.integers(0, 40)),), generator=random)
     n = slots.shape[0]
     for at in data.draw(st.lists(st.integers(0, n - 1), max_size=3) if n else st.just([])):
         slots[at] = data.draw(st.sampled_from([-1, -7, num_slots, 2**31 - 1]))  # these give zeros
     slots = slots.to(data.draw(st.sampled_from([torch.int32, torch.int64])))
-    judge(slots, buffers, page_size, data.draw(st.sampled_from([0, 1, 2, 4, 8, 16])))
+    judge(slots, buffers, page_tokens, data.draw(st.sampled_from([0, 1, 2, 4, 8, 16])))
 
 
 @pytest.mark.parametrize("size", [8 * 1023, 8 * 1024, 8 * 1025, 8 * 2500, 2051])

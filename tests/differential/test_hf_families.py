@@ -17,7 +17,7 @@ pytest.importorskip(
 import transformers
 
 from differential.hf_checks import CASES, REFUSED, SERVED, Checked, family, is_here, model_of
-from pagoda.hf.families import served_layout
+from pagoda.hf._families import served_layout
 
 DOCS = Path(__file__).parents[2] / "docs"
 

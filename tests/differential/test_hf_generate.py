@@ -35,7 +35,7 @@ import pagoda
 from differential.judge import GREEDY, LOGITS, assert_same, batch, prompt, sharp, sharp_model
 from differential.tiny_models import tiny_config, tiny_model
 from pagoda.errors import ArgumentError, ConfigError
-from pagoda.hf.families import served_layout
+from pagoda.hf._families import served_layout
 
 # All tokens, windows beside them, latent vectors, windows with sinks.
 FAMILIES = ["llama", "gemma3_text", "deepseek_v3", "gpt_oss"]
@@ -981,7 +981,7 @@ def test_weights_that_cannot_be_told_apart(llama: Any, monkeypatch: pytest.Monke
     def refuse(model: Any) -> str:
         raise NotImplementedError("no storage")
 
-    monkeypatch.setattr("pagoda.hf.cache.Look", refuse)
+    monkeypatch.setattr("pagoda.hf._cache.Look", refuse)
     judged(llama, prompt(40), **GREEDY)
     assert cache.last().reason == "weights of a kind that is not known"
 
@@ -1210,7 +1210,7 @@ def test_what_cannot_be_enabled(llama: Any) -> None:
         with pytest.raises(ConfigError, match=r"^memory: .* TiB hold more tokens than can be numbered: give"):
             pagoda.hf.enable(llama, memory)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pagoda.hf.memory.TokenPool.from_group", out_of_memory)
+        patch.setattr("pagoda.hf._memory.TokenPool.from_group", out_of_memory)
         with pytest.raises(ConfigError, match=r"^memory: 1 GiB are not to be had on cpu: give less"):
             pagoda.hf.enable(llama, "1GiB")
     with pytest.raises(ConfigError, match="memory: 100 B hold no prefix of this model: give at least"):

@@ -14,8 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 from differential.entry_layouts import plain_entry
 from differential.hybrid_model import Served
 from differential.tiny_models import TINY, VOCABULARY, tiny_config, tiny_model
-from pagoda import AttentionType, DSV4Config
-from pagoda.layout.entries import compressed_fp8, index_keys
+from pagoda.compat import AttentionType, DSV4Config
+from pagoda.layout._entries import compressed_fp8, index_keys
 
 WINDOW, CSA, HCA, BLOCK, HEAD, ROPE, INDEX = 12, 4, 8, 16, 32, 8, 16
 MAX_TOKENS = 96

@@ -10,10 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagoda.kernels import reference
+from pagoda.kernels import _reference as reference
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
-    fused = pytest.importorskip("pagoda.kernels.fused", reason="needs triton")
+    fused = pytest.importorskip("pagoda.kernels._fused", reason="needs triton")
 
 # The interpreter computes with numpy, which warns of the NaN and infinity that some cases are made of.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

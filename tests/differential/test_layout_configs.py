@@ -13,8 +13,8 @@ import transformers
 
 from differential.tiny_models import TINY, WINDOW, config_class, tiny_config
 from pagoda.layout import Layout, from_hf, model_config, model_names
-from pagoda.layout.configs.families import ALIASES, FAMILIES
-from pagoda.layout.configs.fields import Fields
+from pagoda.layout._configs.families import ALIASES, FAMILIES
+from pagoda.layout._configs.fields import Fields
 
 # Names that models had before transformers had them, under another name.
 ELSEWHERE = {"kimi_k2", "minimax_m1", "minimax_text_01"}
@@ -238,7 +238,7 @@ class Recording(Fields):
 
 def test_every_field_that_is_read_is_in_some_case(monkeypatch: pytest.MonkeyPatch) -> None:
     """A field that no case has could be read in any way, and no comparison would notice."""
-    from pagoda.layout.configs import fields, readers, reading
+    from pagoda.layout._configs import fields, readers, reading
 
     written: set[str] = set()
 

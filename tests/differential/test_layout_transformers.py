@@ -330,7 +330,7 @@ def expected_shapes(kind: Kind, length: int, is_latent: bool) -> dict[str, tuple
     """Shapes in transformers, [batch, heads, tokens, dim] or [batch, …], from ours."""
     shapes: dict[str, tuple[int, ...]] = {}
     if isinstance(kind, FullAttention):
-        for entry in kind.pages.entries:
+        for entry in kind.storage.entries:
             heads, dim = entry.parts[0].shape
             shapes[entry.name] = (1, heads, length, dim)
     elif isinstance(kind, LatentAttention):

@@ -7,8 +7,8 @@ import pytest
 
 from differential.tree_driver import drive
 from pagoda.tree import PrefixTree
-from pagoda.tree.twin import Lease, Match, PrefixTwin
-from pagoda.tree.twin.nodes import Forest, Node
+from twin import Lease, Match, PrefixTwin
+from twin.nodes import Forest, Node
 
 # page size, windows, states, tokens a sequence at most, calls
 CONFIGURATIONS = [
@@ -28,13 +28,13 @@ CONFIGURATIONS = [
 ]
 
 
-@pytest.mark.parametrize(("page_size", "windows", "states", "longest", "calls"), CONFIGURATIONS)
+@pytest.mark.parametrize(("page_tokens", "windows", "states", "longest", "calls"), CONFIGURATIONS)
 def test_native_and_twin_agree_on_everything(
-    page_size: int, windows: Any, states: bool, longest: int, calls: int
+    page_tokens: int, windows: Any, states: bool, longest: int, calls: int
 ) -> None:
     met: dict[str, int] = {}
     for seed in range(10):
-        driver = drive((PrefixTree, PrefixTwin), page_size, windows, states, longest, calls // 10, seed)
+        driver = drive((PrefixTree, PrefixTwin), page_tokens, windows, states, longest, calls // 10, seed)
         for name, n in driver.count.items():
             met[name] = met.get(name, 0) + n
     # Every call was made, and most of them were right.

@@ -10,11 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagoda.kernels import views_reference
-from pagoda.kernels.views_reference import ViewBuffers, ViewSpec
+from pagoda.kernels import _views_reference as views_reference
+from pagoda.kernels._views_reference import ViewBuffers, ViewSpec
 
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
-    views_fused = pytest.importorskip("pagoda.kernels.views_fused", reason="needs triton")
+    views_fused = pytest.importorskip("pagoda.kernels._views_fused", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = settings(
@@ -53,7 +53,7 @@ def judge(
 
 @CASES
 @given(data=st.data())
-def test_refresh_agrees_for_any_batch_window_and_page_size(data: st.DataObject):
+def test_refresh_agrees_for_any_batch_window_and_page_tokens(data: st.DataObject):
     random = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     kernel_page = data.draw(st.sampled_from([1, 2, 3, 16, 256]))
     page = kernel_page * data.draw(st.sampled_from([1, 2, 4]))

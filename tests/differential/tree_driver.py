@@ -52,7 +52,7 @@ class Driver:
         self, pair: tuple[Any, Any], windows: tuple[int | None, ...], longest: int, seed: int
     ) -> None:
         self.pair, self.windows, self.longest = pair, windows, longest
-        self.size, self.has_states = pair[0].page_size, pair[0].has_states
+        self.size, self.has_states = pair[0].page_tokens, pair[0].has_states
         self.random = random.Random(seed)
         self.past: list[tuple[list[int], list[Any]]] = [([], [])]  # sequences and their extra keys
         self.leases: list[tuple[Any, Any]] = []
@@ -321,9 +321,9 @@ class Driver:
 
 
 def drive(
-    make: tuple[Any, Any], page_size: int, windows: Any, states: bool, longest: int, calls: int, seed: int
+    make: tuple[Any, Any], page_tokens: int, windows: Any, states: bool, longest: int, calls: int, seed: int
 ) -> Driver:
-    pair = tuple(kind(page_size, windows=windows, states=states, capacity=seed % 3 * 500) for kind in make)
+    pair = tuple(kind(page_tokens, windows=windows, states=states, capacity=seed % 3 * 500) for kind in make)
     driver = Driver((pair[0], pair[1]), windows, longest, seed)
     driver.run(calls)
     return driver

@@ -12,8 +12,8 @@ pytest.importorskip("transformers", reason="needs transformers")
 import torch
 
 import pagoda
+from pagoda import models
 from pagoda.errors import MissingError
-from pagoda.hf import models
 
 pytestmark = pytest.mark.xdist_group("real-model")  # one worker loads it
 
@@ -86,7 +86,7 @@ def talker() -> tuple[Any, Any]:
 def test_conversations_on_a_small_cache(talker: tuple[Any, Any]):
     model, tokenizer = talker
     choose = random.Random(7)
-    text = tokenizer((Path(pagoda.__file__).parent / "cli/tours/handbook.txt").read_text())["input_ids"]
+    text = tokenizer((Path(pagoda.__file__).parent / "cli/_tours/handbook.txt").read_text())["input_ids"]
     systems = [tuple(text[at : at + choose.randrange(50, 80)]) for at in range(0, SYSTEMS * 90, 90)]
     said: list[Prefix] = [systems[c % SYSTEMS] for c in range(CONVERSATIONS)]
     order = [c for c in range(CONVERSATIONS) for _ in range(choose.choice([1, 2, 3]))]

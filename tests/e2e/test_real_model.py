@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs transformers")
 
+from pagoda import models
 from pagoda.cli import main
 from pagoda.errors import MissingError
-from pagoda.hf import models
 
 pytestmark = pytest.mark.xdist_group("real-model")  # one worker loads it
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from bench.measure import no_waiting
-from pagoda import FullAttention, Layout, PagedGroup, TokenPool, WindowAttention
+from pagoda import FullAttention, Layout, TokenPool, WindowAttention
 from pagoda.attention import PagedView, PagedViews, paged_attention
-from pagoda.kernels import views_reference
-from pagoda.kernels.views_reference import ViewBuffers, ViewSpec
+from pagoda.kernels import _views_reference as views_reference
+from pagoda.kernels._views_reference import ViewBuffers, ViewSpec
+from pagoda.layout import PagedGroup
 
 pytestmark = pytest.mark.gpu
 
@@ -161,7 +162,7 @@ def test_any_number_of_groups_is_two_launches(num_groups: int):
 
 def test_views_and_batches_of_any_size_share_one_kernel_a_set_of_constants():
     """`Launch` looks a kernel up once: an argument that made a variant would get what another compiled."""
-    from pagoda.kernels import views_fused
+    from pagoda.kernels import _views_fused as views_fused
 
     step = Step()
     step.change(1)

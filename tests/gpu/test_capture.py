@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import pagoda
-from pagoda import CaptureError, DeviceTable, Staging, StatePart, StatePool, TokenPool
-from pagoda.kernels import fused
+from pagoda import StatePool, TokenPool
+from pagoda.errors import CaptureError
+from pagoda.kernels import _fused as fused
+from pagoda.pools import DeviceTable, Staging, StateSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -86,7 +88,7 @@ def test_pack_and_unpack_are_captured_with_ids_changed_in_place():
 
 
 def test_states_are_reset_and_copied_in_a_graph():
-    pool = StatePool(4, 2, {"s": StatePart((3,), torch.float32)}, "cuda")
+    pool = StatePool(4, 2, {"s": StateSpec((3,), torch.float32)}, "cuda")
     source, target, gone = (torch.tensor([row], device="cuda") for row in (1, 2, 3))
     pool.copy(source, target)
     graph = torch.cuda.CUDAGraph()
@@ -104,9 +106,9 @@ def test_states_are_reset_and_copied_in_a_graph():
 
 def test_what_makes_a_device_tensor_raises_in_a_capture_and_changes_nothing():
     pool, table, staging = pool_of(), DeviceTable(4, 4, "cuda"), Staging("cuda")
-    states = StatePool(4, 2, {"s": StatePart((3,), torch.float32)}, "cuda")
-    slots, blocks = pagoda.TokenToKVPoolAllocator(64, page_size=4), pagoda.BlockAllocator(8)
-    rows = pagoda.ReqToTokenPool(4, 8)
+    states = StatePool(4, 2, {"s": StateSpec((3,), torch.float32)}, "cuda")
+    slots, blocks = pagoda.compat.TokenToKVPoolAllocator(64, page_size=4), pagoda.compat.BlockAllocator(8)
+    rows = pagoda.compat.ReqToTokenPool(4, 8)
     held = slots.alloc(8)
     assert held is not None
     k, v = torch.ones(1, 128, device="cuda"), torch.ones(1, 32, device="cuda")

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from bench.measure import no_waiting
-from pagoda import CaptureError, TokenPool
-from pagoda.kernels import gather_fused
+from pagoda import TokenPool
+from pagoda.errors import CaptureError
+from pagoda.kernels import _gather_fused as gather_fused
 
 pytestmark = pytest.mark.gpu
 

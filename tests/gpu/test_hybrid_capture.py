@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from bench.measure import no_waiting
-from pagoda import AttentionType, CaptureError, DSV4Config, KVCacheManager, LayerSpec
+from pagoda.compat import AttentionType, DSV4Config, KVCacheManager, LayerSpec
+from pagoda.errors import CaptureError
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from pagoda.kernels.entries import (
     store_entries,
     store_window,
 )
-from pagoda.layout.entries import compressed_fp8
+from pagoda.layout._entries import compressed_fp8
 
 ENTRY = compressed_fp8(512, 64)
 CODEC, PER_PAGE, PAGE_BYTES = Codec.of(ENTRY), 32, ENTRY.page_bytes(32)

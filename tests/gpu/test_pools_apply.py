@@ -7,17 +7,10 @@ import pytest
 import torch
 
 from bench.measure import no_waiting
-from pagoda import (
-    ArgumentError,
-    CaptureError,
-    FullAttention,
-    Layout,
-    OutOfRangeError,
-    Staging,
-    WindowAttention,
-)
+from pagoda import FullAttention, Layout, WindowAttention
+from pagoda.errors import ArgumentError, CaptureError, OutOfRangeError
 from pagoda.manager import Delta, Manager
-from pagoda.pools import Pools
+from pagoda.pools import Pools, Staging
 
 pytestmark = pytest.mark.gpu
 
@@ -161,15 +154,15 @@ def test_deltas_of_two_streams_do_not_disturb_each_other():
 
 def test_deltas_of_any_size_share_one_kernel():
     """`Launch` looks a kernel up once: an argument that made a variant would get what another compiled."""
-    from pagoda.kernels import fused
+    from pagoda.kernels import _fused as fused
 
     table = torch.zeros(1 << 20, dtype=torch.int32, device="cuda")
     packed = torch.arange(4097, dtype=torch.int32, device="cuda")
     for n in (1, 16, 17, 2048):
         for offset in (0, 1):  # aligned to 16 bytes, and not
             fused._launch_writes.compiled.clear()
-            fused.write_entries(packed[offset:], n, table[offset:])
-    assert [len(caches[0]) for caches in fused._write_entries.device_caches.values()] == [1]
+            fused.write_table(packed[offset:], n, table[offset:])
+    assert [len(caches[0]) for caches in fused._write_table.device_caches.values()] == [1]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -185,11 +178,11 @@ def test_the_device_sees_one_copy_and_few_launches():
             pools.apply(delta)
         torch.cuda.synchronize()
     names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    if not any("_write_entries" in name for name in names):
+    if not any("_write_table" in name for name in names):
         pytest.skip("the profiler sees no kernels on this machine")
     with_copies = sum(len(sources) > 0 for delta in deltas for sources, _ in delta.copies)
     assert sum("HtoD" in name for name in names) == len(deltas)
-    assert sum("_write_entries" in name for name in names) == len(deltas)
+    assert sum("_write_table" in name for name in names) == len(deltas)
     assert sum("_copy_pages" in name for name in names) == with_copies
     assert not [name for name in names if "DtoH" in name or "DtoD" in name or "at::" in name]
 

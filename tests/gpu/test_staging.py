@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda import Staging
-from pagoda.pools import staging as module
+from pagoda.pools import Staging
+from pagoda.pools import _staging as module
 
 pytestmark = pytest.mark.gpu
 

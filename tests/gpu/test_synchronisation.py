@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-import pagoda
 from bench.measure import no_waiting
-from pagoda import DeviceTable, FreeList, PageTable, StatePart, StatePool, TokenPool
+from pagoda import FreeList, StatePool, TokenPool, compat
+from pagoda.pools import DeviceTable, StateSpec
+from pagoda.tables import PageTable
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +19,10 @@ def test_the_mode_finds_a_read_back():
 
 
 def test_allocation_and_freeing_of_host_ids():
-    slots, blocks = pagoda.TokenToKVPoolAllocator(4096, page_size=16), pagoda.BlockAllocator(100)
+    slots, blocks = (
+        compat.TokenToKVPoolAllocator(4096, page_size=16),
+        compat.BlockAllocator(100),
+    )
     with no_waiting():
         for _ in range(50):
             got = slots.alloc(100)
@@ -35,7 +39,7 @@ def test_allocation_and_freeing_of_host_ids():
 
 
 def test_rows_and_what_is_written_to_them():
-    rows, values = pagoda.ReqToTokenPool(16, 64), torch.tensor([7, 8, 9], device="cuda")
+    rows, values = compat.ReqToTokenPool(16, 64), torch.tensor([7, 8, 9], device="cuda")
     with no_waiting():
         (row,) = rows.alloc() or []
         rows.write((row, slice(0, 3)), [7, 8, 9])
@@ -65,8 +69,11 @@ def test_stores_and_packs():
 
 
 def test_states():
-    states = StatePool(8, 2, {"s": StatePart((3,), torch.float32)})
-    gdn, rows = pagoda.GDNPool(4, 2, 2, 4, 6, 20, 4, max_track_slots=2), torch.tensor([1, 2], device="cuda")
+    states = StatePool(8, 2, {"s": StateSpec((3,), torch.float32)})
+    gdn, rows = (
+        compat.GDNPool(4, 2, 2, 4, 6, 20, 4, max_track_slots=2),
+        torch.tensor([1, 2], device="cuda"),
+    )
     with no_waiting():
         states.reset([1, 2])
         states.copy([1], [2])

@@ -10,17 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from conformance.prefixes import seen
-from pagoda import (
-    AlreadyHeldError,
-    ArgumentError,
-    CacheManager,
-    CapacityError,
-    NotHeldError,
-    OutOfRangeError,
-    Request,
-    StaleError,
-    UsageError,
-)
+from pagoda import CapacityError, UsageError
+from pagoda.compat import CacheManager, Request
+from pagoda.errors import AlreadyHeldError, ArgumentError, NotHeldError, OutOfRangeError, StaleError
 from property.prefix_model import Prefix, Prefixes
 
 RUNS = settings(

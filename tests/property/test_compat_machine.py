@@ -22,19 +22,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pagoda import (
-    AlreadyHeldError,
-    BlockAllocator,
-    CapacityError,
-    GDNPool,
-    IdError,
-    NotHeldError,
-    OutOfRangeError,
-    ReqToTokenPool,
-    SlotAllocator,
-    TokenToKVPoolAllocator,
-    UsageError,
-)
+from pagoda import CapacityError, UsageError
+from pagoda.compat import BlockAllocator, GDNPool, ReqToTokenPool, SlotAllocator, TokenToKVPoolAllocator
+from pagoda.errors import AlreadyHeldError, IdError, NotHeldError, OutOfRangeError
 
 # 120 examples of up to 50 steps: some 4,000 steps a machine, in two to five seconds.
 SETTINGS = settings(

@@ -6,7 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagoda import CapacityError, FreeList, NotHeldError, OutOfRangeError, PageTable, PagodaError
+from pagoda import CapacityError, FreeList, PagodaError
+from pagoda.errors import NotHeldError, OutOfRangeError
+from pagoda.tables import PageTable
 
 PAGE_SIZES = [1, 2, 16, 64]
 RUNS = settings(max_examples=60, stateful_step_count=60, deadline=None)
@@ -18,11 +20,11 @@ class FreeListMachine(RuleBasedStateMachine):
     @initialize(
         num_ids=st.sampled_from([1, 3, 64, 65, 200]),
         first_id=st.sampled_from([0, 1, 70]),
-        page_size=st.sampled_from(PAGE_SIZES),
+        page_tokens=st.sampled_from(PAGE_SIZES),
     )
-    def build(self, num_ids: int, first_id: int, page_size: int) -> None:
+    def build(self, num_ids: int, first_id: int, page_tokens: int) -> None:
         self.ids = FreeList(num_ids, first_id)
-        self.page_size = page_size
+        self.page_tokens = page_tokens
         self.everything = set(range(first_id, first_id + num_ids))
         self.free, self.held = set(self.everything), set[int]()
         self.waiting: dict[int, set[int]] = {}
@@ -79,10 +81,10 @@ class FreeListMachine(RuleBasedStateMachine):
     @rule(data=st.data(), fence=st.none() | st.integers(-3, 6))
     def give_back_by_slots(self, data: st.DataObject, fence: int | None) -> None:
         ids = self.pick(data, self.held)
-        times = 1 if self.page_size == 1 else data.draw(st.integers(1, 3))
-        offsets = st.integers(0, self.page_size - 1)
-        slots = [i * self.page_size + data.draw(offsets) for i in ids for _ in range(times)]
-        self.ids.free_slots(data.draw(st.permutations(slots)), self.page_size, fence)
+        times = 1 if self.page_tokens == 1 else data.draw(st.integers(1, 3))
+        offsets = st.integers(0, self.page_tokens - 1)
+        slots = [i * self.page_tokens + data.draw(offsets) for i in ids for _ in range(times)]
+        self.ids.free_slots(data.draw(st.permutations(slots)), self.page_tokens, fence)
         self.put(set(ids), fence)
 
     @rule(fence=st.integers(-3, 6))
@@ -138,19 +140,19 @@ class PageTableMachine(RuleBasedStateMachine):
 
     ROWS, MAX_PAGES, PAGES = 5, 6, 20
 
-    @initialize(page_size=st.sampled_from(PAGE_SIZES))
-    def build(self, page_size: int) -> None:
-        self.page_size = page_size
-        self.pages, self.table = FreeList(self.PAGES), PageTable(self.ROWS, self.MAX_PAGES, page_size)
+    @initialize(page_tokens=st.sampled_from(PAGE_SIZES))
+    def build(self, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
+        self.pages, self.table = FreeList(self.PAGES), PageTable(self.ROWS, self.MAX_PAGES, page_tokens)
         self.slots: dict[int, list[int]] = {row: [] for row in range(1, self.ROWS + 1)}
         self.copy = np.zeros((self.ROWS + 1, self.MAX_PAGES), dtype=np.int32)  # a device's
 
     def page_list(self, row: int) -> list[int]:
-        return [slot // self.page_size for slot in self.slots[row][:: self.page_size]]
+        return [slot // self.page_tokens for slot in self.slots[row][:: self.page_tokens]]
 
     @rule(data=st.data(), rows=st.lists(st.integers(1, ROWS), unique=True))
     def grow(self, data: st.DataObject, rows: list[int]) -> None:
-        size = self.page_size
+        size = self.page_tokens
         more = [data.draw(st.integers(0, 2 * size)) for _ in rows]
         lens = [len(self.slots[row]) + n for row, n in zip(rows, more, strict=True)]
         needed = sum(-(-new // size) - len(self.page_list(row)) for row, new in zip(rows, lens, strict=True))
@@ -173,7 +175,7 @@ class PageTableMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pages.num_free > 0)
     @rule(data=st.data(), row=st.integers(1, ROWS))
     def append(self, data: st.DataObject, row: int) -> None:
-        size = self.page_size
+        size = self.page_tokens
         if len(self.slots[row]) % size or len(self.page_list(row)) == self.MAX_PAGES:
             with pytest.raises(PagodaError):
                 self.table.append(row, [1], 1)

@@ -27,11 +27,11 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 import pagoda
 from differential.judge import LOGITS, assert_same, batch, prompt, sharp_model
 from pagoda import FullAttention, LatentAttention, Layout, WindowAttention
-from pagoda.hf import cache as cache_module
-from pagoda.hf import memory as memory_module
-from pagoda.hf import recording as recording_module
-from pagoda.hf.families import served_layout
-from pagoda.hf.memory import Memory
+from pagoda.hf import _cache as cache_module
+from pagoda.hf import _memory as memory_module
+from pagoda.hf import _recording as recording_module
+from pagoda.hf._families import served_layout
+from pagoda.hf._memory import Memory
 from pagoda.layout import latent
 
 # A failure is not made smaller: steps run models, and that would take minutes.

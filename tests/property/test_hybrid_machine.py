@@ -21,16 +21,9 @@ from hypothesis.stateful import (
 )
 
 from conformance.hybrid_models import LAYERS, SCHEDULE, exact, observe, parts_of
-from pagoda import (
-    ArgumentError,
-    CapacityError,
-    DSV4Config,
-    KVCacheManager,
-    NotHeldError,
-    OutOfRangeError,
-    UsageError,
-    kernels,
-)
+from pagoda import CapacityError, UsageError, kernels
+from pagoda.compat import DSV4Config, KVCacheManager
+from pagoda.errors import ArgumentError, NotHeldError, OutOfRangeError
 from property.test_reentrancy import sweep
 
 SETTINGS = settings(
@@ -159,7 +152,7 @@ class Hybrid(RuleBasedStateMachine):
         is_new = self.taken[row][layer] == len(held)
         if not is_new or len(held) == MAX_BLOCKS or not self.free_blocks(name):
             return
-        write, failed = kernels.set_entries, []
+        write, failed = kernels.set_table, []
 
         def fail(*args: Any) -> None:
             if failed:
@@ -170,7 +163,7 @@ class Hybrid(RuleBasedStateMachine):
             raise KeyboardInterrupt
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels, "set_entries", fail)
+            patch.setattr(kernels, "set_table", fail)
             self.fails(KeyboardInterrupt, lambda: self.manager.allocate_block(layer, row))
         assert failed
 

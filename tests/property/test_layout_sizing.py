@@ -28,7 +28,7 @@ FEW = settings(max_examples=60, deadline=None)
 
 
 def reading_of(group: PagedGroup) -> Reading:
-    return Reading(group.page_tokens, group.pages.window, group.pages.sink_tokens)
+    return Reading(group.page_tokens, group.storage.window, group.storage.sink_tokens)
 
 
 def window_group(window: int, sinks: int, page_tokens: int) -> PagedGroup:
@@ -40,10 +40,10 @@ def full_group(page_tokens: int) -> PagedGroup:
     return Layout([FullAttention(kv_heads=1, k_dim=2, v_dim=3, dtype="fp8")], page_tokens).paged_groups[0]
 
 
-page_sizes = st.integers(1, 9)
+page_tokenss = st.integers(1, 9)
 groups = st.one_of(
-    st.builds(full_group, page_sizes),
-    st.builds(window_group, st.integers(1, 20), st.integers(0, 12), page_sizes),
+    st.builds(full_group, page_tokenss),
+    st.builds(window_group, st.integers(1, 20), st.integers(0, 12), page_tokenss),
 )
 lengths = st.integers(0, 80)
 

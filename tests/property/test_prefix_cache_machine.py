@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagoda import PrefixCacheManager, SlotAllocator, UsageError
+from pagoda import UsageError
+from pagoda.compat import PrefixCacheManager, SlotAllocator
 from property.prefix_model import Prefix, Prefixes
 
 RUNS = settings(

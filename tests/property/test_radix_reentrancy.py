@@ -7,15 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from pagoda import (
-    CacheManager,
-    FreeList,
-    PrefixCacheManager,
-    RadixCacheManager,
-    Request,
-    SlotAllocator,
-    StaleError,
-)
+from pagoda import FreeList
+from pagoda.compat import CacheManager, PrefixCacheManager, RadixCacheManager, Request, SlotAllocator
+from pagoda.errors import StaleError
 from property.test_reentrancy import hang_is_a_crash, sweep
 
 __all__ = ["hang_is_a_crash"]  # a fixture, used by all tests here

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-import pagoda
-from pagoda import DeviceTable, FreeList, PageTable, Staging, StatePart, StatePool, TokenPool
+from pagoda import FreeList, StatePool, TokenPool, compat
+from pagoda.pools import DeviceTable, Staging, StateSpec
+from pagoda.tables import PageTable
 
 
 @pytest.fixture(autouse=True)
@@ -57,13 +58,17 @@ def sweep(call: Callable[[], object]) -> int:
 def calls(device: str) -> dict[str, Callable[[], object]]:
     pool = TokenPool(8, 4, 2, (2, 8), (2, 8), torch.float32, device)
     rows = torch.ones(3, 16, device=device)
-    states = StatePool(4, 1, {"s": StatePart((3,), torch.float32)}, device)
+    states = StatePool(4, 1, {"s": StateSpec((3,), torch.float32)}, device)
     table, staging = DeviceTable(4, 8, device), Staging(device)
     requests, slots = (
-        pagoda.ReqToTokenPool(4, 8, device),
-        pagoda.TokenToKVPoolAllocator(4096, device, page_size=4),
+        compat.ReqToTokenPool(4, 8, device),
+        compat.TokenToKVPoolAllocator(4096, device, page_size=4),
     )
-    blocks, cache, ids = pagoda.BlockAllocator(4096, device), pagoda.SlotAllocator(4096), FreeList(4096)
+    blocks, cache, ids = (
+        compat.BlockAllocator(4096, device),
+        compat.SlotAllocator(4096),
+        FreeList(4096),
+    )
     pages, host_table = FreeList(4096), PageTable(4096, 8, 4)
     packed = pool.pack([1])
 

@@ -8,7 +8,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pagoda import CapacityError, FreeList, PageTable, PagodaError, PrefixTree, Staging, StaleError
+from pagoda import CapacityError, FreeList, PagodaError, PrefixTree
+from pagoda.errors import StaleError
+from pagoda.pools import Staging
+from pagoda.tables import PageTable
 
 THREADS = 8
 
@@ -121,8 +124,8 @@ def test_arrays_sent_from_several_threads_arrive_whole(device: str):
 
 def test_a_tree_keeps_its_word_under_threads():
     """Requests come, run page by page, and end, in threads; pages come from a free-list and go back to it."""
-    num_pages, page_size = 3000, 2
-    pages, tree = FreeList(num_pages), PrefixTree(page_size)
+    num_pages, page_tokens = 3000, 2
+    pages, tree = FreeList(num_pages), PrefixTree(page_tokens)
     told: list[object] = []
     tree.listen(told.append)  # listeners run Python in the middle of calls
 
@@ -161,7 +164,7 @@ def test_a_tree_keeps_its_word_under_threads():
     hammer(work)
     assert tree.num_leases == 0
     tree.check()
-    assert tree.num_tokens == pages.num_held * page_size
+    assert tree.num_tokens == pages.num_held * page_tokens
     pages.free(tree.evict(tree.num_tokens).page_ids)
     assert pages.num_held == 0
     assert told

@@ -17,10 +17,10 @@ from pagoda.errors import (
     StaleError,
 )
 from pagoda.tree import PrefixTree
-from pagoda.tree.twin import PrefixTwin
 from property.tree_follower import Follower, shown
 from property.tree_machine import MOST_PAGES, TreeMachine, keys, lists, namespaces, rests, symbols
 from property.tree_model import HOLE, Gone, Pages
+from twin import PrefixTwin
 
 RUNS = settings(max_examples=60, stateful_step_count=60, deadline=None)
 MOST_LEASES, MOST_MATCHES = 5, 6
@@ -102,17 +102,23 @@ class PlainMachine(TreeMachine):
     # Storing
 
     def stores(
-        self, data: st.DataObject, tokens: list[int], pages: Pages, lease: Any, namespace: bytes, ranges: Any
+        self,
+        data: st.DataObject,
+        tokens: list[int],
+        pages: Pages,
+        lease: Any,
+        namespace: bytes,
+        ranges: Any,
     ) -> None:
         base = 0 if lease is None else lease.length
         checkpoints = []
         if self.has_states:
             at = data.draw(st.sets(st.integers(1, MOST_PAGES), max_size=2))
             at |= {len(pages)} if data.draw(st.integers(0, 3)) else set()
-            states = [(base + n * self.page_size, self.next_id + n) for n in sorted(at)]
-            checkpoints = [it for it in states if base < it[0] <= base + len(pages) * self.page_size]
+            states = [(base + n * self.page_tokens, self.next_id + n) for n in sorted(at)]
+            checkpoints = [it for it in states if base < it[0] <= base + len(pages) * self.page_tokens]
         columns = self.new_ids(data, len(pages))
-        if len(tokens) % self.page_size and data.draw(st.booleans()):
+        if len(tokens) % self.page_tokens and data.draw(st.booleans()):
             columns = [[*ids, 2**24] for ids in columns]  # of the page that is not full
         given = {"extra_keys": ranges, "checkpoints": checkpoints}
         number = None if lease is None else lease.number
@@ -168,7 +174,7 @@ class PlainMachine(TreeMachine):
         pages = self.model.read(tokens, ranges)
         there = self.model.there(self.model.space(namespace), pages)
         if whole:
-            pages, tokens = there, tokens[: len(there) * self.page_size]
+            pages, tokens = there, tokens[: len(there) * self.page_tokens]
         columns = self.new_ids(data, len(pages))
         given_ids = self.as_given(data, columns)
         if len(there) < len(pages):
@@ -238,8 +244,8 @@ class PlainMachine(TreeMachine):
     @precondition(lambda self: len(self.model.pages) > 2)
     @rule(data=st.data(), num_pages=st.sampled_from([0, 1, 1, 1, 2, 2, 3, 4, 8]), less=st.integers(0, 63))
     def evict(self, data: st.DataObject, num_pages: int, less: int) -> None:
-        n = max(0, num_pages * self.page_size - less % self.page_size)
-        wanted, column = -(-n // self.page_size), data.draw(st.integers(0, len(self.windows_given) - 1))
+        n = max(0, num_pages * self.page_tokens - less % self.page_tokens)
+        wanted, column = -(-n // self.page_tokens), data.draw(st.integers(0, len(self.windows_given) - 1))
         tallies = self.model.tallies()
         total, evictable, _ = tallies["columns"][column]
         if wanted > evictable:
@@ -308,7 +314,7 @@ class PlainMachine(TreeMachine):
         elif bad == "id":
             error, at = OutOfRangeError, data.draw(st.integers(0, len(given)))
             is_full = self.windows_given[column] is None
-            values = [0, -2, 2**31 // self.page_size, *([HOLE] if is_full else [])]
+            values = [0, -2, 2**31 // self.page_tokens, *([HOLE] if is_full else [])]
             columns[column][at] = data.draw(st.sampled_from([it for it in values if it < 2**31]))
         elif bad == "fewer":
             columns[column].pop()
@@ -326,7 +332,7 @@ class PlainMachine(TreeMachine):
 
     def misuse_leases(self, data: st.DataObject) -> None:
         before = self.observed()
-        other = self.kind(self.page_size, windows=self.windows_given, states=self.has_states)
+        other = self.kind(self.page_tokens, windows=self.windows_given, states=self.has_states)
         match = other.match([])
         foreign = other.lock(match)
         with pytest.raises(ArgumentError):
@@ -394,13 +400,13 @@ class PlainMachine(TreeMachine):
     def can_be_followed(self) -> None:
         if not hasattr(self, "tree"):
             return
-        assert self.follower.picture() == shown(self.tree, self.page_size)
+        assert self.follower.picture() == shown(self.tree, self.page_tokens)
 
     @rule()
     def follow_anew(self) -> None:
         """Who comes late is told first what is there."""
         self.tree.unlisten(self.follower)
-        self.follower = Follower(self.page_size)
+        self.follower = Follower(self.page_tokens)
         self.tree.listen(self.follower)
         assert self.news() == []
 
@@ -416,7 +422,7 @@ class PlainMachine(TreeMachine):
             assert (view.begin, view.end) == (len(path) - len(view.tokens), len(path))
             states = dict(view.checkpoints)
             for index, ids in enumerate(zip(*view.columns, strict=True)):
-                end = view.begin + (index + 1) * self.page_size
+                end = view.begin + (index + 1) * self.page_tokens
                 held = None if view.leases == 0 else view.leases
                 seen.append((view.namespace, view.is_dropped, path[:end], ids, states.get(end), held))
         assert len(views) - self.tree.num_nodes == sum(view.parent is None for view in views)

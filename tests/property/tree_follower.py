@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagoda.tree import Removed, Reset, Stored
-from pagoda.tree.twin.keys import page_keys
+from twin.keys import page_keys
 
 HOLE = -1
 Seen = tuple[bytes, tuple[int, ...], tuple[int, ...], int | None]  # namespace, tokens to its end, ids, state
@@ -21,8 +21,8 @@ class Page:
 class Follower:
     """Attaches what is stored to what it was told before, and complains where it cannot."""
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(self, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
         self.pages: dict[int, Page] = {}
         self.states: dict[int, int] = {}  # by the key of the page that ends there
 
@@ -30,7 +30,7 @@ class Follower:
         if isinstance(event, Reset):
             self.pages, self.states = {}, {}
             return
-        size, keys = self.page_size, [int(key) for key in event.keys]
+        size, keys = self.page_tokens, [int(key) for key in event.keys]
         assert (event.parent is None) == (event.position == 0)
         assert len(event.tokens) == len(keys) * size
         elements: list[Any] = event.tokens.tolist()
@@ -97,14 +97,14 @@ class Follower:
         return sorted(seen, key=repr)
 
 
-def shown(tree: Any, page_size: int) -> list[Seen]:
+def shown(tree: Any, page_tokens: int) -> list[Seen]:
     """What `nodes` shows of what can be found, page by page."""
     seen: list[Seen] = []
     paths: dict[int | None, tuple[int, ...]] = {}
     for view in tree.nodes(10**9, 10**9):
         path = paths[view.number] = paths.get(view.parent, ()) + tuple(view.tokens.tolist())
         for index, ids in enumerate(zip(*view.columns, strict=True)):
-            end = view.begin + (index + 1) * page_size
+            end = view.begin + (index + 1) * page_tokens
             if not view.is_lost:
                 ids = tuple(int(id) for id in ids)
                 seen.append((view.namespace, path[:end], ids, dict(view.checkpoints).get(end)))

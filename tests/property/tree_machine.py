@@ -43,20 +43,20 @@ class TreeMachine(RuleBasedStateMachine):
     windows: Any = st.just((None,))
     states: Any = st.just(False)
 
-    @initialize(data=st.data(), page_size=st.sampled_from([1, 2, 16, 64]))
-    def build(self, data: st.DataObject, page_size: int) -> None:
+    @initialize(data=st.data(), page_tokens=st.sampled_from([1, 2, 16, 64]))
+    def build(self, data: st.DataObject, page_tokens: int) -> None:
         windows = data.draw(self.windows)
         # In pages, then in tokens: some windows end inside a page.
-        self.windows_given = tuple(None if it is None else max(1, int(it * page_size)) for it in windows)
-        self.has_states, self.page_size = data.draw(self.states), page_size
-        self.tree = self.kind(page_size, windows=self.windows_given, states=self.has_states)
-        self.model = TreeModel(page_size, self.windows_given, self.has_states)
+        self.windows_given = tuple(None if it is None else max(1, int(it * page_tokens)) for it in windows)
+        self.has_states, self.page_tokens = data.draw(self.states), page_tokens
+        self.tree = self.kind(page_tokens, windows=self.windows_given, states=self.has_states)
+        self.model = TreeModel(page_tokens, self.windows_given, self.has_states)
         self.leases: dict[int, Any] = {}
         self.matches: list[tuple[Any, Any]] = []  # with what the model remembers of them
         self.released: list[Any] = []
         self.events: list[Any] = []
         self.tree.listen(self.events.append)
-        self.follower = Follower(page_size)
+        self.follower = Follower(page_tokens)
         self.tree.listen(self.follower)
         self.next_id = 1
         self.past: list[tuple[list[int], Any]] = [([], [])]  # symbols and extra keys of earlier sequences
@@ -65,7 +65,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     def tokens(self, given: list[int], rest: int = 0) -> list[int]:
         """Pages by symbol: 0 and 1 differ in their last token only. `rest` more tokens fill no page."""
-        size = self.page_size
+        size = self.page_tokens
         pages = [[symbol // 2] * (size - 1) + [symbol % 3] for symbol in given]
         return [token for page in pages for token in page] + [0] * (rest % size)
 
@@ -81,7 +81,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     def ranges(self, given: list[tuple[int, int, bytes]]) -> list[tuple[int, int, bytes]]:
         """Extra keys over half pages, in order."""
-        half, after, ranges = max(1, self.page_size // 2), 0, []
+        half, after, ranges = max(1, self.page_tokens // 2), 0, []
         for begin, length, key in sorted(given):
             if begin * half >= after:
                 after = (begin + length) * half

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagoda.tree.twin.keys import page_keys, ranges_of
+from twin.keys import page_keys, ranges_of
 
 HOLE = -1
 Pages = tuple[int, ...]
@@ -45,8 +45,8 @@ class Gone:
 
 
 class TreeModel:
-    def __init__(self, page_size: int, windows: Sequence[int | None], has_states: bool) -> None:
-        self.page_size, self.windows, self.has_states = page_size, windows, has_states
+    def __init__(self, page_tokens: int, windows: Sequence[int | None], has_states: bool) -> None:
+        self.page_tokens, self.windows, self.has_states = page_tokens, windows, has_states
         self.contents: dict[tuple[Any, ...], int] = {}  # what stands in a page → its number
         self.clock = self.cold = 0
         self.order, self.space_numbers = itertools.count(), itertools.count()
@@ -73,8 +73,8 @@ class TreeModel:
         for position, token in enumerate(tokens, base):
             over = [(key, begin) for begin, end, key in extra_keys if begin <= position < end]
             elements.append((token, *over))
-        cuts = range(0, len(tokens) - self.page_size + 1, self.page_size)
-        pages = [tuple(elements[at : at + self.page_size]) for at in cuts]
+        cuts = range(0, len(tokens) - self.page_tokens + 1, self.page_tokens)
+        pages = [tuple(elements[at : at + self.page_tokens]) for at in cuts]
         return tuple(self.contents.setdefault(page, len(self.contents)) for page in pages)
 
     def tokens(self, page: int) -> list[int]:
@@ -86,7 +86,7 @@ class TreeModel:
         return [it[1] if len(it) > 1 else None for page in pages for it in contents[page]]
 
     def length(self, pages: Pages) -> int:
-        return len(pages) * self.page_size
+        return len(pages) * self.page_tokens
 
     def there(self, space: int, pages: Pages) -> Pages:
         """The longest part that is stored."""
@@ -101,7 +101,7 @@ class TreeModel:
         length = self.length(pages)
         for column, window in enumerate(self.windows):
             for token in range(0 if window is None else max(0, length - window + 1), length):
-                page = self.pages[space, pages[: token // self.page_size + 1]]
+                page = self.pages[space, pages[: token // self.page_tokens + 1]]
                 if window is not None and page.ids[column] == HOLE:
                     return False
         return not self.has_states or (space, pages) in self.states
@@ -134,7 +134,7 @@ class TreeModel:
         """About the last `num_pages` of a prefix."""
         space, pages = prefix
         before, name = len(pages) - num_pages, self.names[space]
-        position, contents = before * self.page_size, list(self.contents)
+        position, contents = before * self.page_tokens, list(self.contents)
         elements = [[(it[0], *it[1]) if len(it) > 1 else it[0] for it in contents[page]] for page in pages]
         keys = page_keys(name, elements)
         parent = keys[before - 1] if before else None
@@ -227,7 +227,7 @@ class TreeModel:
                     only = [[id if other == column else HOLE] for other in range(len(columns))]
                     fills.append(self.event("Stored", (space, sequence[: n + 1]), 1, only, (), True))
         for length, state in checkpoints:
-            prefix = (space, sequence[: length // self.page_size])
+            prefix = (space, sequence[: length // self.page_tokens])
             if length <= self.length(present) and prefix not in self.states:
                 self.states[prefix] = state
                 taken.append(state)
@@ -235,14 +235,14 @@ class TreeModel:
                 events.append(self.event("Stored", prefix, 0, nothing, [(length, state)], True))
         stored = sequence
         if self.has_states:
-            last = max([length for length, _ in checkpoints], default=0) // self.page_size
+            last = max([length for length, _ in checkpoints], default=0) // self.page_tokens
             stored = sequence[: max(last, len(present))]
         for n in range(len(present), len(stored)):
             ids = [given[n - len(base)] for given in columns]
             self.pages[space, sequence[: n + 1]] = Page(ids, self.clock, next(self.order))
         if stored != present:
             added = [it for it in checkpoints if it[0] > self.length(present)]
-            self.states |= {(space, sequence[: length // self.page_size]): state for length, state in added}
+            self.states |= {(space, sequence[: length // self.page_tokens]): state for length, state in added}
             taken += [state for _, state in added]
             given = [ids[len(present) - len(base) : len(stored) - len(base)] for ids in columns]
             num_pages = len(stored) - len(present)
@@ -280,7 +280,7 @@ class TreeModel:
         for n in range(1, len(lease.pages) + 1):
             prefix = (lease.space, lease.pages[:n])
             page = self.pages[prefix]
-            is_own = self.holders(prefix) == 1 and n * self.page_size <= end
+            is_own = self.holders(prefix) == 1 and n * self.page_tokens <= end
             if is_own and page.ids[column] != HOLE:
                 ids.append(page.ids[column])
                 gone = [[id if at == column else HOLE] for at, id in enumerate(page.ids)]
@@ -349,7 +349,7 @@ class TreeModel:
 
         continued = {(space, pages[:-1]) for space, pages in self.pages}
         return {
-            "tokens": tally(list(self.pages), self.page_size),
+            "tokens": tally(list(self.pages), self.page_tokens),
             "columns": tuple(
                 tally([prefix for prefix, page in self.pages.items() if page.ids[column] != HOLE])
                 for column in range(len(self.windows))

@@ -13,10 +13,14 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from differential.entry_layouts import ENTRIES
-from pagoda.kernels import compress_fused, entries_fused, fused, gather_fused, views_fused
+from pagoda.kernels import _compress_fused as compress_fused
+from pagoda.kernels import _entries_fused as entries_fused
+from pagoda.kernels import _fused as fused
+from pagoda.kernels import _gather_fused as gather_fused
+from pagoda.kernels import _views_fused as views_fused
+from pagoda.kernels._regions import Regions
+from pagoda.kernels._views_reference import ViewBuffers, ViewSpec
 from pagoda.kernels.entries import Codec, Ring, Tokens
-from pagoda.kernels.regions import Regions
-from pagoda.kernels.views_reference import ViewBuffers, ViewSpec
 
 CAPABILITY = int(sys.argv[1])
 compiled: dict[str, set[int]] = defaultdict(set)
@@ -68,10 +72,10 @@ def pages() -> None:
     fused.pack(ints(3), buffers, addresses, packed)
     fused.unpack(ints(3), buffers, addresses, packed)
     fused.copy_pages(ints(3), ints(3), buffers, addresses)
-    fused.write_entries(ints(20), 10, ints(40))
+    fused.write_table(ints(20), 10, ints(40))
     for at, value in ((0, -1), (3, 1), (16, 2**31 - 1)):  # any numbers, one kernel
         fused._launch_set.compiled.clear()
-        fused.set_entries(ints(40)[at % 3 :], at, value, 20, at)
+        fused.set_table(ints(40)[at % 3 :], at, value, 20, at)
         fused._launch_rows.compiled.clear()
         rows = [(torch.zeros(17, 4 + at), float("-inf")), (ints(17), -1)]
         fused.fill_rows(Regions.of(rows, torch.device("cpu")), at)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pagoda.tree import PrefixTree
-from pagoda.tree.twin import PrefixTwin
+from twin import PrefixTwin
 
 
 @pytest.fixture(params=[PrefixTree, PrefixTwin], ids=["native", "twin"])

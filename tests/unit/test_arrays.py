@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda import ArgumentError, FreeList, PageTable
+from pagoda import FreeList
 from pagoda._native import sum_ids
+from pagoda.errors import ArgumentError
+from pagoda.tables import PageTable
 
 VALUES = [3, -1, 2**31 - 1, -(2**31), 0]
 

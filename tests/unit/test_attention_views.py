@@ -8,20 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda import (
-    ArgumentError,
-    ConfigError,
-    FullAttention,
-    InvariantError,
-    LatentAttention,
-    Layout,
-    PagedGroup,
-    WindowAttention,
-    from_hf,
-    model_config,
-)
+from pagoda import ConfigError, FullAttention, LatentAttention, Layout, WindowAttention, from_hf, model_config
 from pagoda.attention import PagedView, PagedViews, hnd_pages, nhd_pages
-from pagoda.layout import latent
+from pagoda.errors import ArgumentError, InvariantError
+from pagoda.layout import PagedGroup, latent
 from pagoda.pools import Pools
 
 NUM_ROWS = 12
@@ -195,7 +185,7 @@ def test_flashinfer_reads_what_the_window_says(batch: Batch):
     """FlashInfer's own arithmetic over the list gives each query the slots that its positions name.
 
     Its documentation and include/flashinfer/page.cuh: a row of no pages has length 0, any other
-    (pages − 1) * page_size + last_page_len with 1 <= last_page_len <= page_size; queries stand at
+    (pages − 1) * page_tokens + last_page_len with 1 <= last_page_len <= page_tokens; queries stand at
     the end of the keys; window_left counts the keys before the query's own, −1 is all of them.
     """
     view = view_of(batch)
@@ -255,7 +245,7 @@ def test_shapes_and_dtypes_are_those_that_back_ends_document():
     assert view.window_left == 99
     assert PagedView(group_of(16), 1, 1, 1, "cpu").window_left == -1
     assert all(buffer.is_contiguous() for buffer in view.buffers)
-    assert view.mem_bytes() == 4 * (8 + 140 + 7 + 8 + 140 + 7 + 7) + 8 * 33
+    assert view.memory_bytes() == 4 * (8 + 140 + 7 + 8 + 140 + 7 + 7) + 8 * 33
 
 
 def test_a_page_of_64_is_four_kernel_pages_of_16():

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from pagoda.cli import demo, main
+from pagoda.cli import _demo as demo
+from pagoda.cli import main
 
 
 class Terminal(io.StringIO):

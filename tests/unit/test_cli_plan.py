@@ -234,7 +234,7 @@ def test_the_context_is_given_or_the_model_s_or_8k(json_of, text_of):
 
 def test_dtypes_and_pages(json_of):
     whole = json_of("llama-3.1-8b", "--context", "1000")
-    halved = json_of("llama-3.1-8b", "--kv-dtype", "fp8", "--page-size", "64", "--context", "1000")
+    halved = json_of("llama-3.1-8b", "--kv-dtype", "fp8", "--page-tokens", "64", "--context", "1000")
     assert halved["token_bytes"] == LLAMA_TOKEN // 2
     assert halved["groups"][0]["page_tokens"] == 64
     # 1,000 tokens are 63 pages of 16, or 16 of 64.
@@ -477,8 +477,8 @@ FITS = [*LLAMA, "--memory", "80GiB"]
         *(([*LLAMA, "--context", bad], "--context: ") for bad in ("128q", "-1", "0", "", "1.3", "9" * 500)),
         *(([*LLAMA, "--tp", bad], "--tp: ") for bad in ("0", "-1", "x", "", "1.5", "²", "9" * 30, "9" * 500)),
         ([*LLAMA, "--tp", "3"], "--tp: layer 0: 8 KV heads neither divide among 3 ranks nor can be repeated"),
-        *(([*LLAMA, "--page-size", bad], "--page-size: ") for bad in ("0", "x", "-16", "9" * 30)),
-        (["deepseek-v4-pro", "--page-size", "16"], "--page-size of hca: give a multiple of 128"),
+        *(([*LLAMA, "--page-tokens", bad], "--page-tokens: ") for bad in ("0", "x", "-16", "9" * 30)),
+        (["deepseek-v4-pro", "--page-tokens", "16"], "--page-tokens of hca: give a multiple of 128"),
         *(
             ([*LLAMA, "--kv-dtype", bad], "--kv-dtype: ")
             for bad in ("x", "int32", "", "fp8_ds_mla", "\x1b[1m")
@@ -501,7 +501,7 @@ FITS = [*LLAMA, "--memory", "80GiB"]
         *(([*FITS, "--chunk", bad], "--chunk: ") for bad in ("x", "-1", "0", "9" * 30)),
         *(([*LLAMA, f"--{name}", "1"], f"--{name}: give --memory") for name in ("weights", "mix", "chunk")),
         ([*LLAMA, "--checkpoints", "1"], "--checkpoints: give --memory"),
-        *(([f"--{name}", "1"], f"--{name}: name a model") for name in ("memory", "tp", "page-size", "mix")),
+        *(([f"--{name}", "1"], f"--{name}: name a model") for name in ("memory", "tp", "page-tokens", "mix")),
         *(([f"--{name}", "1"], f"--{name}: name a model") for name in ("index-dtype", "unaccepted", "like")),
     ],
 )
@@ -514,7 +514,7 @@ def test_bad_values_are_one_line(arguments: list[str], says: str, error_of):
 def test_numbers_may_be_huge(json_of, text_of, error_of):
     for arguments in (
         ["llama-3.1-8b", "--context", str(2**62)],
-        ["llama-3.1-8b", "--page-size", str(2**62)],
+        ["llama-3.1-8b", "--page-tokens", str(2**62)],
         ["llama-3.1-8b", "--tp", str(2**62)],
         ["llama-3.1-8b", "--memory", "4095P"],
         ["gemma-3-27b", "--memory", "4095P", "--chunk", str(2**40), "--context", str(2**33)],
@@ -741,7 +741,7 @@ def test_at_most_100_columns(columns: int, text_of, monkeypatch: pytest.MonkeyPa
     for arguments in (
         [],
         ["deepseek-v4-pro", "--memory", "80GiB", "--tp", "16", "--checkpoints", "3", "--mix", mix],
-        ["gemma-3n-e4b", "--memory", "80GiB", "--weights", "7.5GB", "--chunk", "8k", "--page-size", "1"],
+        ["gemma-3n-e4b", "--memory", "80GiB", "--weights", "7.5GB", "--chunk", "8k", "--page-tokens", "1"],
     ):
         text = text_of(*arguments)
         assert max(map(len, text.split("\n"))) <= 100
@@ -789,7 +789,7 @@ def test_help_tells_of_every_option(capsys: pytest.CaptureFixture[str]):
         "context",
         "tp",
         "kv-dtype",
-        "page-size",
+        "page-tokens",
         "mix",
         "checkpoints",
         "chunk",
@@ -816,14 +816,14 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
 
 
 def test_the_keys_of_the_json_are_documented(json_of):
-    import pagoda.cli.plan
+    import pagoda.cli._plan
 
     def keys(value: Any) -> set[str]:
         if isinstance(value, dict):
             return set(value).union(*map(keys, value.values()))
         return set().union(*map(keys, value)) if isinstance(value, list) else set()
 
-    documented = set(re.findall(r"\w+", pagoda.cli.plan.__doc__ or ""))
+    documented = set(re.findall(r"\w+", pagoda.cli._plan.__doc__ or ""))
     found = keys(json_of("llama-3.1-8b", "--memory", "80GiB", "--tp", "16"))
     models = json_of()["models"]
     assert found | set(models[0]) <= documented

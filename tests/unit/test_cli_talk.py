@@ -21,11 +21,12 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("gguf", reason="needs gguf")
 
-from pagoda.cli import demo, main
-from pagoda.cli.talk import speaker as speaking
-from pagoda.cli.tours.pen import Pen
+from pagoda import models
+from pagoda.cli import _demo as demo
+from pagoda.cli import main
+from pagoda.cli._talk import speaker as speaking
+from pagoda.cli._tours.pen import Pen
 from pagoda.errors import MissingError
-from pagoda.hf import models
 from unit.tiny_talker import save
 
 PAGE = 16
@@ -253,7 +254,7 @@ def test_without_transformers_it_says_what_to_install():
 
 @pytest.mark.parametrize(
     ("command", "module"),
-    [("'generate', 'Why?'", "transformers"), ("'chat'", "pagoda.cli.talk.conversation")],
+    [("'generate', 'Why?'", "transformers"), ("'chat'", "pagoda.cli._talk.conversation")],
 )
 def test_an_interrupt_while_it_is_imported(command: str, module: str, folder: Path):
     """Seconds pass there, and people think better of it."""
@@ -516,7 +517,7 @@ def test_a_chat_in_a_terminal(folder: Path):
 @pytest.fixture
 def there(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model in the place of the real one."""
-    monkeypatch.setattr(models, "smollm2", lambda: large)
+    monkeypatch.setattr("pagoda.models._load.smollm2", lambda: large)
 
 
 @pytest.fixture
@@ -524,7 +525,7 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused() -> None:
         raise MissingError("smollm2: pip could not fetch it. Where there is network, do this and that")
 
-    monkeypatch.setattr(models, "smollm2", refused)
+    monkeypatch.setattr("pagoda.models._load.smollm2", refused)
 
 
 class Terminal(io.StringIO):
@@ -542,7 +543,7 @@ def test_the_tour_with_a_model(there: None, large: Path, capsys: pytest.CaptureF
     assert "── The pool" not in told
     intro, cold, warm, times, stats, strip, tree, evicted = re.split(r"\n\d+\. ", told)[1:]
     plain = Plain(large)
-    from pagoda.cli.tours import talk
+    from pagoda.cli._tours import talk
 
     handbook = (Path(talk.__file__).parent / "handbook.txt").read_text().strip()
     prompts = [plain.prompt(("system", handbook), ("user", question)) for question in talk.QUESTIONS]
@@ -591,7 +592,7 @@ def test_the_tour_in_colour_says_the_same(there: None, monkeypatch: pytest.Monke
 def test_an_answer_that_differs_is_no_success(
     there: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    from pagoda.cli.tours import talk
+    from pagoda.cli._tours import talk
 
     monkeypatch.setattr(
         talk.Speaker, "ask", lambda self, *args: speaking.Answer(str(self.cache), 5000, 0, None, 1, 0.1, 0.1)
@@ -628,7 +629,7 @@ def test_without_transformers_there_are_two_tours():
 
 @pytest.mark.parametrize("text", ["handbook", "bakery"])
 def test_texts_of_the_tour_come_with_the_package(text: str):
-    from pagoda.cli.tours import talk
+    from pagoda.cli._tours import talk
 
     assert len(talk._text(text).split()) > 250
 

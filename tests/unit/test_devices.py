@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from pagoda import CaptureError
+from pagoda.errors import CaptureError
 from pagoda.kernels import on_device
-from pagoda.pools.arguments import refuse_capture
+from pagoda.pools._arguments import refuse_capture
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 

@@ -7,9 +7,9 @@ import torch
 
 from differential.entry_layouts import ENTRIES, plain_entry
 from pagoda.errors import ConfigError
+from pagoda.kernels._entries_reference import decode, encode
 from pagoda.kernels.entries import Codec
-from pagoda.kernels.entries_reference import decode, encode
-from pagoda.layout.entries import Entry, Part, compressed_fp8, index_keys, latent_fp8
+from pagoda.layout._entries import Entry, TensorSpec, compressed_fp8, index_keys, latent_fp8
 
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -94,8 +94,8 @@ def test_what_is_not_quantised_comes_back_as_it_was(dtype: str):
 
 
 def test_heads_are_numbers_like_others():
-    heads = Entry("keys", (Part("keys", (2, 8), "bfloat16"), Part("rope", (1, 4), "bfloat16")))
-    flat = Entry("keys", (Part("keys", (16,), "bfloat16"), Part("rope", (4,), "bfloat16")))
+    heads = Entry("keys", (TensorSpec("keys", (2, 8), "bfloat16"), TensorSpec("rope", (1, 4), "bfloat16")))
+    flat = Entry("keys", (TensorSpec("keys", (16,), "bfloat16"), TensorSpec("rope", (4,), "bfloat16")))
     assert Codec.of(heads) == Codec.of(flat)
 
 
@@ -128,15 +128,31 @@ def test_zeros_and_what_is_no_number():
 @pytest.mark.parametrize(
     "entry",
     [
-        Entry("no scale", (Part("flat", (64,), "float8_e4m3fn"),)),
-        Entry("scales of plain", (Part("flat", (64,), "bfloat16"),), (Part("scale", (1,), "float32"),)),
-        Entry("fp8 rope", (Part("flat", (8,), "float32"), Part("rope", (8,), "float8_e4m3fn"))),
-        Entry("three parts", (*plain_entry(8, 8).parts, Part("rope", (4,), "float32"))),
-        Entry("padding first", (Part("flat", (64,), "float8_e4m3fn"),), (Part("padding", (4,), "uint8"),)),
-        Entry("odd places", (Part("flat", (7,), "bfloat16"), Part("rope", (2,), "float32"))),
+        Entry("no scale", (TensorSpec("flat", (64,), "float8_e4m3fn"),)),
+        Entry(
+            "scales of plain",
+            (TensorSpec("flat", (64,), "bfloat16"),),
+            (TensorSpec("scale", (1,), "float32"),),
+        ),
+        Entry("fp8 rope", (TensorSpec("flat", (8,), "float32"), TensorSpec("rope", (8,), "float8_e4m3fn"))),
+        Entry("three parts", (*plain_entry(8, 8).parts, TensorSpec("rope", (4,), "float32"))),
+        Entry(
+            "padding first",
+            (TensorSpec("flat", (64,), "float8_e4m3fn"),),
+            (TensorSpec("padding", (4,), "uint8"),),
+        ),
+        Entry("odd places", (TensorSpec("flat", (7,), "bfloat16"), TensorSpec("rope", (2,), "float32"))),
         compressed_fp8(512, 64, block=48),
-        Entry("more", (Part("flat", (4,), "float8_e4m3fn"),), (Part("scale", (5,), "float8_e8m0fnu"),)),
-        Entry("half", (Part("flat", (4,), "float4_e2m1fn_x2"),), (Part("scale", (8,), "float8_e8m0fnu"),)),
+        Entry(
+            "more",
+            (TensorSpec("flat", (4,), "float8_e4m3fn"),),
+            (TensorSpec("scale", (5,), "float8_e8m0fnu"),),
+        ),
+        Entry(
+            "half",
+            (TensorSpec("flat", (4,), "float4_e2m1fn_x2"),),
+            (TensorSpec("scale", (8,), "float8_e8m0fnu"),),
+        ),
         latent_fp8(512, 64),
         "compressed",
     ],

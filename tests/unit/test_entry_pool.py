@@ -5,25 +5,19 @@ from typing import Any
 import pytest
 import torch
 
-from pagoda import (
-    ArgumentError,
-    ConfigError,
-    Entry,
-    EntryPool,
-    InvariantError,
-    LatentAttention,
-    Layout,
-    Part,
-    from_hf,
-    model_config,
-)
-from pagoda.layout import compressed_fp8, index_keys, latent_fp8, plain
+from pagoda import ConfigError, EntryPool, LatentAttention, Layout, from_hf, model_config
+from pagoda.errors import ArgumentError, InvariantError
+from pagoda.layout import Entry, TensorSpec, compressed_fp8, index_keys, latent_fp8, plain
 
 # Parts of unequal widths, two scales, and pages that are padded to 32 bytes.
 ODD = Entry(
     "odd",
-    (Part("a", (3, 2), "bfloat16"), Part("b", (5,), "uint8"), Part("c", (3,), "float8_e5m2")),
-    (Part("s", (2,), "float32"), Part("t", (4,), "uint8")),
+    (
+        TensorSpec("a", (3, 2), "bfloat16"),
+        TensorSpec("b", (5,), "uint8"),
+        TensorSpec("c", (3,), "float8_e5m2"),
+    ),
+    (TensorSpec("s", (2,), "float32"), TensorSpec("t", (4,), "uint8")),
     page_multiple=32,
 )
 
@@ -63,10 +57,10 @@ def test_views_write_into_pages_and_are_no_copies(device: str):
 def test_a_page_of_a_pool_weighs_what_its_group_says(name: str):
     for group in from_hf(model_config(name), index_dtype="fp4").paged_groups:
         pool = EntryPool.from_group(group, 2, "cpu")
-        assert pool.mem_bytes() == group.page_bytes * 3  # page 0 is null
+        assert pool.memory_bytes() == group.page_bytes * 3  # page 0 is null
         assert (pool.num_pages, pool.entries_per_page) == (2, group.entries_per_page)
         assert pool.num_layers == len(group.layers)
-        assert set(pool.layer(0)) == {entry.name for entry in group.pages.entries}
+        assert set(pool.layer(0)) == {entry.name for entry in group.storage.entries}
         tensors = [tensor for layers in pool.pages.values() for tensor in layers]
         assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
         pool.check()
@@ -80,7 +74,7 @@ def test_entries_of_other_kinds_of_layers_have_pages_too(device: str):
 
 
 def test_bytes_that_lie_between_the_places_of_numbers_have_no_view():
-    crooked = Entry("crooked", (Part("mark", (1,), "uint8"), Part("number", (2,), "float32")))
+    crooked = Entry("crooked", (TensorSpec("mark", (1,), "uint8"), TensorSpec("number", (2,), "float32")))
     pool = EntryPool(2, 3, 1, [crooked], "cpu")
     assert pool.view(0, "crooked", "mark").shape == (3, 3, 1)
     with pytest.raises(ArgumentError, match="number of crooked lies between the places of float32"):

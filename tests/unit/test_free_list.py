@@ -7,16 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda import (
-    AlreadyHeldError,
-    ArgumentError,
-    CapacityError,
-    ConfigError,
-    DoubleFreeError,
-    FreeList,
-    NotHeldError,
-    OutOfRangeError,
-)
+from pagoda import CapacityError, ConfigError, FreeList
+from pagoda.errors import AlreadyHeldError, ArgumentError, DoubleFreeError, NotHeldError, OutOfRangeError
 
 
 def state(ids: FreeList) -> tuple[object, ...]:
@@ -208,7 +200,7 @@ class TestFreeSlots:
         ids.free_slots([7, 4, 5, 13], 4)  # pages 1, 1, 1, 3
         assert [ids.is_free(i) for i in (1, 2, 3)] == [True, False, True]
 
-    def test_with_page_size_one_a_slot_that_stands_twice_raises(self):
+    def test_with_page_tokens_one_a_slot_that_stands_twice_raises(self):
         ids = FreeList(4)
         ids.alloc(3)
         with pytest.raises(DoubleFreeError):

@@ -14,8 +14,8 @@ pytest.importorskip("transformers", reason="needs transformers: it is its argume
 
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 
-from pagoda.hf import arguments
-from pagoda.hf.arguments import Prompts, read_call
+from pagoda.hf import _arguments as arguments
+from pagoda.hf._arguments import Prompts, read_call
 
 
 class Model(GenerationMixin):

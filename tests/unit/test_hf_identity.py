@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pagoda.hf does")
 
-from pagoda.hf.identity import Look, identity
+from pagoda.hf._identity import Look, identity
 
 
 class Block(torch.nn.Module):

@@ -12,8 +12,8 @@ pytest.importorskip("transformers", reason="needs transformers: its caches are w
 from transformers import DynamicCache, LlamaConfig, MistralConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from pagoda.hf import recording
-from pagoda.hf.recording import RecordingCache, after_forward, before_forward
+from pagoda.hf import _recording as recording
+from pagoda.hf._recording import RecordingCache, after_forward, before_forward
 
 WINDOW = 6
 HEADS, DIM = 2, 3

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from pagoda.kernels import launch
-from pagoda.kernels.launch import Launch
+from pagoda.kernels import _launch as launch
+from pagoda.kernels._launch import Launch
 
 
 class Compiled:

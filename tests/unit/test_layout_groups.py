@@ -20,11 +20,11 @@ from pagoda.layout import (
     Mamba2,
     Need,
     PagedGroup,
-    Part,
     RingWindow,
     SharedAttention,
     ShortConv,
     StateGroup,
+    TensorSpec,
     WindowAttention,
     from_hf,
     index_keys,
@@ -190,7 +190,7 @@ class TestPageSizes:
             Layout([full()], {"fall": 16})
 
     @pytest.mark.parametrize("sizes", [{"full": 16}, 0, -5, "16"])
-    def test_page_sizes_are_checked_where_there_are_only_states(self, sizes):
+    def test_page_tokenss_are_checked_where_there_are_only_states(self, sizes):
         with pytest.raises(ConfigError, match="page_tokens"):
             Layout([STATE], sizes)
 
@@ -207,10 +207,10 @@ class TestPageSizes:
                 Layout([compressed(4, True), compressed(128)], bad)
         assert Layout([compressed(4, True), compressed(128)], 384).group("hca").entries_per_page == 3
         with pytest.raises(ConfigError, match="multiple of 4"):
-            PagedGroup("csa", (0,), compressed(4).pages, 6)
+            PagedGroup("csa", (0,), compressed(4).storage, 6)
 
     def test_bytes_a_token_are_exact_fractions(self):
-        entry = Entry("e", (Part("a", (10,), "uint8"),), page_multiple=16)
+        entry = Entry("e", (TensorSpec("a", (10,), "uint8"),), page_multiple=16)
         group = Layout([LatentAttention(entry=entry)] * 2, 3).paged_groups[0]
         assert group.page_bytes == group.unit_bytes == 2 * 32
         assert group.token_bytes == Fraction(64, 3)
@@ -388,7 +388,7 @@ class TestRefused:
 
 
 class TestSharding:
-    def test_heads_are_divided_and_page_sizes_kept(self):
+    def test_heads_are_divided_and_page_tokenss_kept(self):
         layout = Layout([full(4), window(8, heads=2), STATE], {"full": 3, "window": 5}, name="m", context=9)
         half = layout.shard(2)
         assert half == Layout([full(2), window(8, heads=1), STATE.shard(2)], {"full": 3, "window": 5})
@@ -417,7 +417,7 @@ class TestSharding:
         assert rank.token_bytes == 2 + 2
         assert rank.page_tokens["full"] == 16
 
-    def test_groups_that_become_one_have_one_page_size(self):
+    def test_groups_that_become_one_have_one_page_tokens(self):
         """Ranks of one model share ids: a page of 16 tokens cannot become one of 32 on the way."""
         with pytest.raises(
             ConfigError, match="full-2 is one with another on 4 ranks: give both one page size"

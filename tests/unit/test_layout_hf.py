@@ -29,7 +29,7 @@ from pagoda.layout import (
     model_config,
     model_names,
 )
-from pagoda.layout.configs.families import ALIASES, FAMILIES
+from pagoda.layout._configs.families import ALIASES, FAMILIES
 
 GIB, MIB = 2**30, 2**20
 LLAMA = {
@@ -653,7 +653,7 @@ class TestOptions:
         config = {**model_config("mamba-codestral-7b"), "mamba_ssm_cache_dtype": "bfloat16"}
         assert from_hf(config).state_group.row_bytes == rows["bf16"]
 
-    def test_page_sizes_are_passed_on(self):
+    def test_page_tokenss_are_passed_on(self):
         assert from_hf(LLAMA, page_tokens=64).page_tokens == {"full": 64}
         assert shipped("gpt-oss-20b", page_tokens={"window": 32}).page_tokens == {"window": 32, "full": 16}
         with pytest.raises(ConfigError, match="no paged group 'sliding'"):
@@ -903,7 +903,7 @@ class TestPublished:
         layout = shipped("deepseek-v4-pro", page_tokens=256)
         for name, expected in (("hca", 1_728), ("csa", 37_440)):
             group = layout.group(name)
-            assert group.pages.entries[0].page_bytes(group.entries_per_page) == expected
+            assert group.storage.entries[0].page_bytes(group.entries_per_page) == expected
 
     def test_flash_mla(self):
         """FlashMLA's README and vLLM's post on DeepSeek-V3.2-Exp (2025-09-29): 512 + 16 + 128 B an entry;

@@ -22,11 +22,11 @@ from pagoda.layout import (
     Lightning,
     Mamba1,
     Mamba2,
-    Pages,
-    Part,
     RingWindow,
     SharedAttention,
     ShortConv,
+    Storage,
+    TensorSpec,
     WindowAttention,
     compressed_fp8,
     from_hf,
@@ -36,8 +36,8 @@ from pagoda.layout import (
     model_config,
     plain,
 )
-from pagoda.layout.entries import DTYPES, dtype_name
-from pagoda.layout.kinds import RecurrentKind
+from pagoda.layout._entries import DTYPES, dtype_name
+from pagoda.layout._kinds import RecurrentKind
 
 V4_ENTRY = compressed_fp8(512, 64)
 
@@ -61,7 +61,7 @@ def hca(**changes):
 
 
 def entry_bytes(kind):
-    return {entry.name: entry.num_bytes for entry in kind.pages.entries}
+    return {entry.name: entry.num_bytes for entry in kind.storage.entries}
 
 
 def state_bytes(kind):
@@ -95,8 +95,8 @@ class TestPagedBytes:
             == {"keys": 8 * 192 * 2, "values": 8 * 128 * 2}
             == {"keys": 3072, "values": 2048}
         )
-        assert kind.pages == Pages("full", kind.pages.entries, ratio=1, window=None, sink_tokens=0)
-        assert [part.shape for entry in kind.pages.entries for part in entry.parts] == [(8, 192), (8, 128)]
+        assert kind.storage == Storage("full", kind.storage.entries, ratio=1, window=None, sink_tokens=0)
+        assert [part.shape for entry in kind.storage.entries for part in entry.parts] == [(8, 192), (8, 128)]
         assert kind.state == ()
         assert kind.checkpoint_bytes == 0
 
@@ -110,15 +110,15 @@ class TestPagedBytes:
     def test_a_window_says_how_long_its_tokens_live(self):
         kind = WindowAttention(kv_heads=8, k_dim=64, v_dim=32, window=128, sink_tokens=4)
         assert entry_bytes(kind) == {"keys": 8 * 64 * 2, "values": 8 * 32 * 2}
-        assert (kind.pages.name, kind.pages.window, kind.pages.sink_tokens) == ("window", 128, 4)
-        assert WindowAttention(kv_heads=8, k_dim=64, v_dim=64, window=1).pages.sink_tokens == 0
+        assert (kind.storage.name, kind.storage.window, kind.storage.sink_tokens) == ("window", 128, 4)
+        assert WindowAttention(kv_heads=8, k_dim=64, v_dim=64, window=1).storage.sink_tokens == 0
 
     def test_latent_attention_with_and_without_an_indexer(self):
         # DeepSeek-V3: 512 + 64 values of bf16.
         assert entry_bytes(LatentAttention(entry=latent(512, 64, "bf16"))) == {"latent": (512 + 64) * 2}
         indexed = LatentAttention(entry=latent(512, 64, "bf16"), index=index_keys(128, "fp8"))
         assert entry_bytes(indexed) == {"latent": 1152, "index": 128 + 4}
-        assert indexed.pages.name == "latent"
+        assert indexed.storage.name == "latent"
 
     def test_latent_attention_without_rotated_keys(self):
         assert latent(512, 0, "fp8").num_bytes == 512
@@ -158,11 +158,13 @@ class TestPagedBytes:
         assert index_keys(128, dtype).num_bytes == num_bytes
 
     def test_entries_of_later_models_are_data(self):
-        values = Part("values", (512,), "fp8")
-        entry_528 = Entry("compressed", (values,), (Part("scale", (512 // 32,), "float8_e8m0fnu"),))
+        values = TensorSpec("values", (512,), "fp8")
+        entry_528 = Entry("compressed", (values,), (TensorSpec("scale", (512 // 32,), "float8_e8m0fnu"),))
         assert entry_528.num_bytes == 512 + 16 == 528
-        values = Part("values", (512 // 2,), "float4_e2m1fn_x2")
-        entry_288 = Entry("compressed", (values,), (Part("scale", (512 // 16,), "fp8"),), page_multiple=256)
+        values = TensorSpec("values", (512 // 2,), "float4_e2m1fn_x2")
+        entry_288 = Entry(
+            "compressed", (values,), (TensorSpec("scale", (512 // 16,), "fp8"),), page_multiple=256
+        )
         assert entry_288.num_bytes == 256 + 32 == 288
         assert entry_288.page_bytes(3) == 1_024  # 864 to the next multiple of 256
         kinds = [hca(entry=entry, window=4) for entry in (entry_528, entry_288)]
@@ -171,12 +173,12 @@ class TestPagedBytes:
         assert [state_bytes(kind)["window_scales"] for kind in kinds] == [4 * 16, 4 * 32]
 
     def test_pages_are_padded_once_and_not_an_entry_at_a_time(self):
-        entry = Entry("e", (Part("a", (10,), "uint8"),), page_multiple=16)
+        entry = Entry("e", (TensorSpec("a", (10,), "uint8"),), page_multiple=16)
         assert [entry.page_bytes(n) for n in (0, 1, 2, 3, 8, 9)] == [0, 16, 32, 32, 80, 96]
 
     def test_shared_attention_keeps_nothing(self):
         kind = SharedAttention(layer=0)
-        assert (kind.pages, kind.state, kind.checkpoint_bytes) == (None, (), 0)
+        assert (kind.storage, kind.state, kind.checkpoint_bytes) == (None, (), 0)
 
 
 class TestStateBytes:
@@ -186,7 +188,7 @@ class TestStateBytes:
         channels = 16 * 128 + 16 * 128 + 32 * 64
         assert state_bytes(kind) == {"conv": channels * 3 * 2, "recurrent": 32 * 128 * 64 * 4}
         assert [part.shape for part in kind.state] == [(6144, 3), (32, 128, 64)]
-        assert kind.pages is None
+        assert kind.storage is None
         assert kind.checkpoint_bytes == 6144 * 6 + 1_048_576
 
     def test_kimi_delta(self):
@@ -233,7 +235,7 @@ class TestCompressed:
         kind = RingWindow(entry=V4_ENTRY, window=128)
         # A row has its entry, data and scales, and an int32 that says which position it holds.
         assert state_bytes(kind) == {"window": 128 * 576, "window_scales": 128 * 8, "positions": 128 * 4}
-        assert kind.pages is None
+        assert kind.storage is None
         # The next token reads itself and 127 before it.
         assert kind.checkpoint_bytes == 127 * 584
 
@@ -273,11 +275,11 @@ class TestCompressed:
                 assert part.initial == begins, part.name
 
     def test_pages(self):
-        assert (csa().pages.name, csa().pages.ratio) == ("csa", 4)
-        assert (hca().pages.name, hca().pages.ratio) == ("hca", 128)
+        assert (csa().storage.name, csa().storage.ratio) == ("csa", 4)
+        assert (hca().storage.name, hca().storage.ratio) == ("hca", 128)
         assert entry_bytes(csa()) == {"compressed": 584, "index": 132}
         assert entry_bytes(hca()) == {"compressed": 584}
-        assert csa().pages.window is None
+        assert csa().storage.window is None
 
     @pytest.mark.parametrize(
         ("model", "heads", "exact", "at_128", "at_256", "state_mib"),
@@ -374,21 +376,21 @@ class TestRefused:
     @pytest.mark.parametrize("shape", [(0,), (-1,), (1, 0), ("a",), (1.5,), (None,), 5, None])
     def test_parts_of_no_shape(self, shape):
         with pytest.raises(ConfigError, match="shape of x"):
-            Part("x", shape, "bf16")
+            TensorSpec("x", shape, "bf16")
 
     def test_parts_of_no_dtype(self):
         with pytest.raises(ConfigError, match="dtype of x"):
-            Part("x", (1,), "int3")
+            TensorSpec("x", (1,), "int3")
 
     @pytest.mark.parametrize("parts", [(), [], ("a",), (None,), 5, None])
     def test_entries_without_parts(self, parts):
-        with pytest.raises(ConfigError, match="entry e: give at least one Part"):
+        with pytest.raises(ConfigError, match="entry e: give at least one TensorSpec"):
             Entry("e", parts)
 
     @pytest.mark.parametrize("bad", [0, -1, 1.5, "a", None])
     def test_pages_padded_to_nothing(self, bad):
         with pytest.raises(ConfigError, match="page_multiple of e"):
-            Entry("e", (Part("a", (1,), "uint8"),), page_multiple=bad)
+            Entry("e", (TensorSpec("a", (1,), "uint8"),), page_multiple=bad)
 
     @pytest.mark.parametrize(
         "make",
@@ -454,7 +456,7 @@ class TestFrozen:
                 setattr(kind, name, None)
         with pytest.raises(AttributeError):
             kind.something_new = 1
-        for entry in kind.pages.entries if kind.pages else ():
+        for entry in kind.storage.entries if kind.storage else ():
             with pytest.raises(AttributeError):
                 entry.page_multiple = 2
             with pytest.raises(AttributeError):
@@ -469,7 +471,7 @@ class TestFrozen:
         assert other == kind
         assert hash(other) == hash(kind)
         assert other.state == kind.state
-        assert other.pages == kind.pages
+        assert other.storage == kind.storage
         assert {kind: 1}[other] == 1
 
     def test_kinds_that_differ_are_not_equal(self):
@@ -485,11 +487,11 @@ class TestFrozen:
         assert FullAttention(**sizes, dtype="bf16") == FullAttention(**sizes, dtype=torch.bfloat16)
 
     def test_lists_given_to_entries_are_copied(self):
-        parts = [Part("a", [2, 3], "uint8")]
+        parts = [TensorSpec("a", [2, 3], "uint8")]
         entry = Entry("e", parts)
-        parts.append(Part("b", (9,), "uint8"))
+        parts.append(TensorSpec("b", (9,), "uint8"))
         assert entry.num_bytes == 6
-        assert hash(entry) == hash(Entry("e", (Part("a", (2, 3), "uint8"),)))
+        assert hash(entry) == hash(Entry("e", (TensorSpec("a", (2, 3), "uint8"),)))
 
 
 # As anybody would write it: without postponed annotations, so that types of fields are types.
@@ -502,7 +504,7 @@ class CrossAttention(Kind):
 
     @property
     def state(self):
-        return (Part("cross", (self.tokens, self.heads), "bf16"),)
+        return (TensorSpec("cross", (self.tokens, self.heads), "bf16"),)
 
     def shard(self, ranks):
         return replace(self, heads=self.heads // ranks)
@@ -519,12 +521,12 @@ class TestOwnKinds:
         """Many layers of a model are one value; equality, hash and copies are those of its fields."""
         for kind in (csa(), FullAttention(kv_heads=1, k_dim=2, v_dim=3)):
             fresh = replace(kind)
-            assert kind.pages is kind.pages
+            assert kind.storage is kind.storage
             assert kind.state is kind.state
             assert kind == fresh
             assert hash(kind) == hash(fresh)
             with pytest.raises(AttributeError):
-                kind.pages = None
+                kind.storage = None
         assert csa().state[0].name == "window"
 
     def test_sizes_of_ones_own_kind_are_checked(self):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.errors import ArgumentError, ConfigError
-from pagoda.layout.numbers import count, integer, num_bytes, num_tokens, show_bytes, show_tokens
+from pagoda.layout._numbers import count, integer, num_bytes, num_tokens, show_bytes, show_tokens
 
 BYTES = [
     (0, 0),

@@ -3,15 +3,9 @@
 import numpy as np
 import pytest
 
-from pagoda import (
-    ArgumentError,
-    CapacityError,
-    ConfigError,
-    FreeList,
-    NotHeldError,
-    OutOfRangeError,
-    PageTable,
-)
+from pagoda import CapacityError, ConfigError, FreeList
+from pagoda.errors import ArgumentError, NotHeldError, OutOfRangeError
+from pagoda.tables import PageTable
 
 
 def test_growth_gives_slots_and_what_to_write():

@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda import ArgumentError, FullAttention, LatentAttention, Layout, TokenPool, WindowAttention
-from pagoda.attention import PagedView, paged, paged_attention
+from pagoda import FullAttention, LatentAttention, Layout, TokenPool, WindowAttention
+from pagoda.attention import PagedView, paged_attention
+from pagoda.attention import _paged as paged
+from pagoda.errors import ArgumentError
 from pagoda.layout import latent
 
 NUM_PAGES = 60
@@ -180,7 +182,7 @@ def test_it_is_plain_attention(
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_any_batch_page_size_and_window(data: st.DataObject):
+def test_any_batch_page_tokens_and_window(data: st.DataObject):
     kernel_page = data.draw(st.sampled_from([1, 2, 4]))
     page = kernel_page * data.draw(st.sampled_from([1, 2, 3]))
     rows = []

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda import ArgumentError, OutOfRangeError, TokenPool
+from pagoda import TokenPool
+from pagoda.errors import ArgumentError, OutOfRangeError
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
 LAYERS = 3
@@ -16,7 +17,7 @@ LAYERS = 3
 
 def pool_of(device: str, dtype: torch.dtype = torch.float32, **options: Any) -> TokenPool:
     """A pool of 6 pages and the padding page, full of noise."""
-    arguments = {"page_size": 4, "k_shape": (2, 8), "v_shape": (3, 4), **options}
+    arguments = {"page_tokens": 4, "k_shape": (2, 8), "v_shape": (3, 4), **options}
     pool = TokenPool(6, num_layers=LAYERS, dtype=dtype, device=device, **arguments)
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer.view(torch.uint8).random_(0, 256)
@@ -80,13 +81,13 @@ def test_tokens_of_all_layers_come_out(device: str, dtype: torch.dtype, slots: l
     judge(pool, slots, out_k, out_v)
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("page_tokens", [1, 3, 16])
 @pytest.mark.parametrize("shapes", [((1, 1), (1, 3)), ((3, 5), (1, 7)), ((1, 64), (8, 64)), ((5, 80), None)])
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.bfloat16, torch.float32])
-def test_rows_of_any_width(device: str, dtype: torch.dtype, shapes: tuple[Any, Any], page_size: int):
-    pool = pool_of(device, dtype, page_size=page_size, k_shape=shapes[0], v_shape=shapes[1])
+def test_rows_of_any_width(device: str, dtype: torch.dtype, shapes: tuple[Any, Any], page_tokens: int):
+    pool = pool_of(device, dtype, page_tokens=page_tokens, k_shape=shapes[0], v_shape=shapes[1])
     pages = [5, 1, 2]
-    whole = [page * page_size + offset for page in pages for offset in range(page_size)]
+    whole = [page * page_tokens + offset for page in pages for offset in range(page_tokens)]
     scattered = random.Random(1).choices(range(-1, pool.num_slots), k=37)
     for slots in (whole, scattered):
         out_k, out_v = outputs(pool, len(slots))

@@ -12,20 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda import (
-    ArgumentError,
     CapacityError,
     ConfigError,
     FullAttention,
     GatedDelta,
     LatentAttention,
     Layout,
-    OutOfRangeError,
     TokenPool,
     WindowAttention,
     from_hf,
     kernels,
     model_config,
 )
+from pagoda.errors import ArgumentError, OutOfRangeError
 from pagoda.layout import latent
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Pools
@@ -82,14 +81,14 @@ def test_tables_are_views_of_one_tensor_in_the_order_of_the_groups():
     assert pools.flat_table.dtype == torch.int32
     manager = Manager(TWO, CAPACITY, **SIZES)
     assert {name: tuple(table.shape) for name, table in pools.tables.items()} == manager.table_shapes
-    assert (pools["full"].num_pages, pools["window"].page_size) == (7, 2)
+    assert (pools["full"].num_pages, pools["window"].page_tokens) == (7, 2)
     pools.check()
 
 
 def test_memory_is_what_groups_say_and_the_tables():
     pools = Pools(TWO, CAPACITY, **SIZES, device="cpu")
     # With padding pages: 2 layers of 4 tokens of 2 heads of 4 + 6 floats; 1 layer of 2 tokens of 16 halves.
-    assert pools.mem_bytes() == 8 * (2 * 4 * 2 * 10 * 4) + 10 * (2 * 16 * 2) + 60 * 4
+    assert pools.memory_bytes() == 8 * (2 * 4 * 2 * 10 * 4) + 10 * (2 * 16 * 2) + 60 * 4
 
 
 def test_pools_made_under_inference_mode_are_written_outside_of_it():
@@ -175,10 +174,10 @@ def test_all_sources_are_read_before_a_target_is_written():
 def test_one_launch_copies_pages_only_where_no_source_is_a_target(monkeypatch: pytest.MonkeyPatch):
     # On a device its reads and writes have no order; on a CPU nothing would show.
     pools, launched = pools_of(), []
-    for name in ("copy_pages", "pack", "unpack", "write_entries"):
+    for name in ("copy_pages", "pack", "unpack", "write_table"):
         monkeypatch.setattr(kernels, name, lambda *_, name=name: launched.append(name))
     pools.apply(delta_of(1, [5], [1], [([1, 1], [2, 3]), ([4], [5])]))
-    assert launched == ["copy_pages", "copy_pages", "write_entries"]
+    assert launched == ["copy_pages", "copy_pages", "write_table"]
     launched.clear()
     pools.apply(delta_of(2, [], [], [([1, 2], [2, 3]), ([4], [5])]))
     assert launched == ["pack", "unpack", "copy_pages"]
@@ -406,7 +405,7 @@ class Cluster:
 
     def heads_of(self, rank: int, group: Any) -> tuple[int, slice]:
         """Heads of the whole model, and which of them a rank has."""
-        (entry, *_), (part, *_) = group.pages.entries, group.pages.entries[0].parts
+        (entry, *_), (part, *_) = group.storage.entries, group.storage.entries[0].parts
         if entry.name == "latent":  # all heads share it
             return 1, slice(0, 1)
         heads = part.shape[0]

@@ -9,15 +9,13 @@ from pagoda import (
     GatedDelta,
     LatentAttention,
     Layout,
-    PagedGroup,
-    StateGroup,
     StatePool,
     TokenPool,
     WindowAttention,
     from_hf,
     model_config,
 )
-from pagoda.layout import index_keys, latent
+from pagoda.layout import PagedGroup, StateGroup, index_keys, latent
 
 # Every kind of paged layer that a TokenPool holds, with unequal sizes.
 PAGED = [
@@ -37,7 +35,7 @@ def test_a_page_of_a_pool_weighs_what_its_group_says(kind: FullAttention | Laten
     tensors = [*pool.k_buffer, *pool.v_buffer]
     assert sum(tensor.nbytes for tensor in tensors) == group.page_bytes * 6  # page 0 is padding
     assert len(pool.k_buffer) == 3
-    assert (pool.num_pages, pool.page_size) == (5, page_tokens)
+    assert (pool.num_pages, pool.page_tokens) == (5, page_tokens)
     pool.check()
 
 
@@ -58,7 +56,7 @@ def test_a_row_of_a_pool_weighs_what_its_group_says():
     group = Layout([kind, [], kind]).state_group
     assert group is not None
     pool = StatePool.from_group(group, 3, "cpu")
-    assert pool.mem_bytes() == group.row_bytes * 4  # row 0 is padding
+    assert pool.memory_bytes() == group.row_bytes * 4  # row 0 is padding
     assert pool.tensors["recurrent"].shape == (2, 4, 4, 8, 16)
     assert pool.tensors["recurrent"].dtype == torch.float32
     assert pool.tensors["conv"].shape == (2, 4, 2 * 2 * 8 + 4 * 16, 3)
@@ -72,9 +70,9 @@ def test_pools_of_a_known_model_hold_what_its_budget_says(name: str):
     num_bytes = 0
     for share in budget.shares:
         if isinstance(share.group, StateGroup):
-            num_bytes += StatePool.from_group(share.group, share.num_units, "cpu").mem_bytes()
+            num_bytes += StatePool.from_group(share.group, share.num_units, "cpu").memory_bytes()
         else:
-            num_bytes += TokenPool.from_group(share.group, share.num_units, "cpu").mem_bytes()
+            num_bytes += TokenPool.from_group(share.group, share.num_units, "cpu").memory_bytes()
     assert num_bytes == 2**26 - budget.spare_bytes
     assert budget.spare_bytes >= 0
 

@@ -10,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda import ArgumentError, ConfigError, InvariantError, Staging
-from pagoda.pools.staging import Ring
+from pagoda import ConfigError
+from pagoda.errors import ArgumentError, InvariantError
+from pagoda.pools import Staging
+from pagoda.pools._staging import Ring
 
 
 class Late:

@@ -4,22 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda import (
-    ArgumentError,
-    ConfigError,
-    DeviceTable,
-    FreeList,
-    InvariantError,
-    OutOfRangeError,
-    PageTable,
-    StatePart,
-    StatePool,
-)
+from pagoda import ConfigError, FreeList, StatePool
+from pagoda.errors import ArgumentError, InvariantError, OutOfRangeError
 from pagoda.kernels import fill_rows
+from pagoda.pools import DeviceTable, StateSpec
+from pagoda.tables import PageTable
 
 PARTS = {
-    "recurrent": StatePart((2, 3), torch.float32),
-    "score": StatePart((4,), torch.bfloat16, -float("inf")),
+    "recurrent": StateSpec((2, 3), torch.float32),
+    "score": StateSpec((4,), torch.bfloat16, -float("inf")),
 }
 
 
@@ -41,7 +34,7 @@ def test_every_row_begins_as_after_a_reset(device: str):
     }
     assert not bool(pool.tensors["recurrent"].any())
     assert bool((pool.tensors["score"] == -float("inf")).all())
-    assert pool.mem_bytes() == 2 * 6 * (6 * 4 + 4 * 2)
+    assert pool.memory_bytes() == 2 * 6 * (6 * 4 + 4 * 2)
 
 
 def test_reset_sets_these_rows_in_all_layers_and_no_other(device: str):
@@ -102,9 +95,9 @@ def test_a_single_row_is_reset_like_several(device: str):
 
 
 def test_bytes_are_a_state_too(device: str):
-    parts = {"window": StatePart((4, 7), torch.uint8), "mark": StatePart((2,), torch.uint8, 255)}
+    parts = {"window": StateSpec((4, 7), torch.uint8), "mark": StateSpec((2,), torch.uint8, 255)}
     pool = StatePool(2, 3, parts, device)
-    assert pool.mem_bytes() == 3 * 3 * (4 * 7 + 2)
+    assert pool.memory_bytes() == 3 * 3 * (4 * 7 + 2)
     assert pool.tensors["mark"].unique().tolist() == [255]
     pool.tensors["window"][:, 1] = 9
     pool.copy([1], [2])
@@ -113,7 +106,7 @@ def test_bytes_are_a_state_too(device: str):
     assert pool.tensors["window"][:, 2].unique().tolist() == [9]
     for initial in (-1, 256, 0.5):
         with pytest.raises(ConfigError, match="initial of window"):
-            StatePool(2, 3, {"window": StatePart((4,), torch.uint8, initial)}, device)
+            StatePool(2, 3, {"window": StateSpec((4,), torch.uint8, initial)}, device)
 
 
 def test_a_snapshot_is_a_copy_of_a_row_in_all_layers(device: str):
@@ -171,7 +164,7 @@ def test_snapshots_that_do_not_fit_change_nothing(device: str):
 
 
 def test_a_snapshot_that_needs_gradients_leaves_none_behind(device: str):
-    pool = StatePool(2, 1, {"s": StatePart((3,), torch.float32)}, device)
+    pool = StatePool(2, 1, {"s": StateSpec((3,), torch.float32)}, device)
     pool.restore(1, {"s": torch.ones(1, 3, device=device, requires_grad=True)})
     assert not pool.tensors["s"].requires_grad
     assert pool.tensors["s"][0, 1].tolist() == [1, 1, 1]
@@ -200,12 +193,12 @@ def test_buffers_of_the_caller(device: str):
         None,
         {"a": 3},
         {"a": ((3,), torch.float32, "x")},
-        {"a": StatePart(3, torch.float32)},  # type: ignore[arg-type]
-        {"a": StatePart((-1,), torch.float32)},
-        {"a": StatePart((3,), torch.float8_e5m2)},
-        {"a": StatePart((3,), torch.float16, 1e300)},
-        {"a": StatePart((3,), torch.int32, 1.5)},
-        {"a": StatePart((3,), "float32")},  # type: ignore[arg-type]
+        {"a": StateSpec(3, torch.float32)},  # type: ignore[arg-type]
+        {"a": StateSpec((-1,), torch.float32)},
+        {"a": StateSpec((3,), torch.float8_e5m2)},
+        {"a": StateSpec((3,), torch.float16, 1e300)},
+        {"a": StateSpec((3,), torch.int32, 1.5)},
+        {"a": StateSpec((3,), "float32")},  # type: ignore[arg-type]
     ],
 )
 def test_parts_that_cannot_be(parts: object):
@@ -214,7 +207,7 @@ def test_parts_that_cannot_be(parts: object):
 
 
 def test_positions_are_a_state_too(device: str):
-    pool = StatePool(2, 1, {"position": StatePart((4,), torch.int32, -1)}, device)
+    pool = StatePool(2, 1, {"position": StateSpec((4,), torch.int32, -1)}, device)
     assert pool.tensors["position"].unique().tolist() == [-1]
 
 
@@ -267,7 +260,7 @@ def test_tables_that_cannot_be(sizes: tuple[int, int]):
 
 @pytest.mark.parametrize("default", ["meta", "cpu"])
 def test_pools_do_not_ask_for_the_default_device(default: str) -> None:
-    parts = {"a": StatePart((3,), torch.float32, -1.0), "b": StatePart((2,), torch.int64, 2.0**40)}
+    parts = {"a": StateSpec((3,), torch.float32, -1.0), "b": StateSpec((2,), torch.int64, 2.0**40)}
     with torch.device(default):
         pool = StatePool(2, 2, parts, "cpu")
         for tensor in pool.tensors.values():
@@ -280,7 +273,7 @@ def test_pools_do_not_ask_for_the_default_device(default: str) -> None:
 
 def test_a_row_of_buffers_with_gradients_is_reset(device: str) -> None:
     given = torch.randn(2, 3, 4, device=device, requires_grad=True)
-    pool = StatePool(2, 2, {"a": StatePart((4,), torch.float32, 5.0)}, device, buffers={"a": given})
+    pool = StatePool(2, 2, {"a": StateSpec((4,), torch.float32, 5.0)}, device, buffers={"a": given})
     before = given.detach().clone()
     pool.reset(1)
     assert given.detach()[:, 1].eq(5).all()

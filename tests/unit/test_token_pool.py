@@ -5,26 +5,19 @@ import math
 import pytest
 import torch
 
-from pagoda import (
-    ArgumentError,
-    ConfigError,
-    DeviceTable,
-    InvariantError,
-    OutOfRangeError,
-    StatePart,
-    StatePool,
-    TokenPool,
-)
+from pagoda import ConfigError, StatePool, TokenPool
+from pagoda.errors import ArgumentError, InvariantError, OutOfRangeError
+from pagoda.pools import DeviceTable, StateSpec
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def pool_of(
-    device: str, dtype: torch.dtype = torch.float32, page_size: int = 4, **options: object
+    device: str, dtype: torch.dtype = torch.float32, page_tokens: int = 4, **options: object
 ) -> TokenPool:
     shape = {"k_shape": (2, 8), "v_shape": (3, 4), **options}
-    return TokenPool(5, page_size, 2, dtype=dtype, device=device, **shape)  # type: ignore[arg-type]
+    return TokenPool(5, page_tokens, 2, dtype=dtype, device=device, **shape)  # type: ignore[arg-type]
 
 
 def contents(pool: TokenPool) -> list[torch.Tensor]:
@@ -36,7 +29,9 @@ def test_geometry(device: str):
     assert [tuple(b.shape) for b in pool.k_buffer] == [(24, 2, 8)] * 2
     assert [tuple(b.shape) for b in pool.v_buffer] == [(24, 3, 4)] * 2
     assert pool.page_bytes == 2 * 4 * (16 + 12) * 4
-    assert pool.mem_bytes() == 6 * pool.page_bytes == sum(b.nbytes for b in (*pool.k_buffer, *pool.v_buffer))
+    assert (
+        pool.memory_bytes() == 6 * pool.page_bytes == sum(b.nbytes for b in (*pool.k_buffer, *pool.v_buffer))
+    )
     assert all(not bool(b.any()) for b in pool.k_buffer)
     pool.check()
 
@@ -150,15 +145,15 @@ def test_buffers_of_the_caller_that_do_not_fit():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_packed_pages_are_layer_after_layer_k_before_v(device: str, dtype: torch.dtype, page_size: int):
-    pool = pool_of(device, dtype, page_size)
+@pytest.mark.parametrize("page_tokens", [1, 4])
+def test_packed_pages_are_layer_after_layer_k_before_v(device: str, dtype: torch.dtype, page_tokens: int):
+    pool = pool_of(device, dtype, page_tokens)
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer.view(torch.uint8).random_(0, 256)
     page_ids = [4, 1]
     packed = pool.pack(page_ids)
     for row, page in enumerate(page_ids):
-        at = slice(page * page_size, (page + 1) * page_size)
+        at = slice(page * page_tokens, (page + 1) * page_tokens)
         expected = [
             side[layer][at].view(torch.uint8).flatten()
             for layer in (0, 1)
@@ -191,7 +186,7 @@ def test_packing_nothing(device: str):
     ("change", "named"),
     [
         ({"num_pages": -1}, "num_pages"),
-        ({"page_size": 0}, "page_size"),
+        ({"page_tokens": 0}, "page_tokens"),
         ({"num_layers": 0}, "num_layers"),
         ({"num_layers": 1.0}, "num_layers"),
         ({"k_shape": (0, 8)}, "k_shape"),
@@ -219,7 +214,7 @@ def test_packing_nothing(device: str):
 )
 def test_pools_that_cannot_be(change: dict[str, object], named: str):
     arguments = {
-        "num_pages": 5, "page_size": 4, "num_layers": 2, "k_shape": (2, 8), "v_shape": (3, 4),
+        "num_pages": 5, "page_tokens": 4, "num_layers": 2, "k_shape": (2, 8), "v_shape": (3, 4),
         "dtype": torch.float32, "device": "cpu",
     }  # fmt: skip
     with pytest.raises(ConfigError, match=named):
@@ -278,7 +273,7 @@ def test_bad_packs_change_nothing(device: str):
 def test_pools_made_in_inference_mode_are_written_outside_of_it(device: str):
     with torch.inference_mode():
         pool, table = pool_of(device), DeviceTable(2, 4, device)
-        states = StatePool(2, 1, {"s": StatePart((3,), torch.float32)}, device)
+        states = StatePool(2, 1, {"s": StateSpec((3,), torch.float32)}, device)
     pool.store(0, [4], torch.ones(1, 16, device=device), torch.ones(1, 12, device=device))
     pool.unpack([1], pool.pack([2]))
     states.reset([1])

@@ -28,9 +28,9 @@ def snapshot(tree: PrefixTree) -> tuple:
     return views, tree.counts(), tree.namespaces()
 
 
-def filled_tree(page_size: int = 1) -> PrefixTree:
-    tree = PrefixTree(page_size)
-    tree.insert(np.arange(6 * page_size), np.arange(1, 7))
+def filled_tree(page_tokens: int = 1) -> PrefixTree:
+    tree = PrefixTree(page_tokens)
+    tree.insert(np.arange(6 * page_tokens), np.arange(1, 7))
     return tree
 
 
@@ -58,16 +58,16 @@ def test_a_match_is_a_value():
     assert [ids.tolist() for ids in match.columns] == [[1, 2, 3]]
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 3, 16, 64, 100])
-def test_only_whole_pages_count(page_size: int):
-    tree = PrefixTree(page_size)
-    tokens = np.arange(3 * page_size + page_size - 1, dtype=np.int32)
+@pytest.mark.parametrize("page_tokens", [1, 2, 3, 16, 64, 100])
+def test_only_whole_pages_count(page_tokens: int):
+    tree = PrefixTree(page_tokens)
+    tokens = np.arange(3 * page_tokens + page_tokens - 1, dtype=np.int32)
     inserted = tree.insert(tokens, np.arange(1, 4))
-    assert (inserted.present, inserted.stored, inserted.length) == (0, 3 * page_size, 3 * page_size)
-    for n in range(0, len(tokens), max(1, page_size // 3)):
+    assert (inserted.present, inserted.stored, inserted.length) == (0, 3 * page_tokens, 3 * page_tokens)
+    for n in range(0, len(tokens), max(1, page_tokens // 3)):
         match = tree.match(tokens[:n])
-        assert match.length == n // page_size * page_size
-        assert match.page_ids.tolist() == list(range(1, n // page_size + 1))
+        assert match.length == n // page_tokens * page_tokens
+        assert match.page_ids.tolist() == list(range(1, n // page_tokens + 1))
     tree.check()
 
 
@@ -528,11 +528,11 @@ def test_bad_extra_keys(extra_keys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"page_size": 0},
-        {"page_size": -1},
-        {"page_size": 1.5},
-        {"page_size": 2**40},
-        {"page_size": None},
+        {"page_tokens": 0},
+        {"page_tokens": -1},
+        {"page_tokens": 1.5},
+        {"page_tokens": 2**40},
+        {"page_tokens": None},
         {"windows": ()},
         {"windows": (0,)},
         {"windows": (-4,)},

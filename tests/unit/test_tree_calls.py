@@ -15,7 +15,7 @@ from pagoda.errors import (
     OutOfRangeError,
     StaleError,
 )
-from pagoda.tree.twin.keys import page_keys
+from twin.keys import page_keys
 from unit.tree_views import HOLE, lists, shape, told
 
 # Leases
@@ -240,16 +240,16 @@ def test_what_a_listener_calls_is_told_afterwards(kind: Any) -> None:
 
 
 def test_ids_end_where_their_slots_would_pass_2_31(kind: Any) -> None:
-    for page_size in (1, 2, 16, 48):
-        tree, last = kind(page_size), 2**31 // page_size - 1
-        tokens = [1] * page_size
+    for page_tokens in (1, 2, 16, 48):
+        tree, last = kind(page_tokens), 2**31 // page_tokens - 1
+        tokens = [1] * page_tokens
         for wrong in (0, -1, last + 1):
             if wrong < 2**31:
                 with pytest.raises(OutOfRangeError) as caught:
                     tree.insert(tokens + tokens, [1, wrong])
                 assert (caught.value.id, caught.value.position) == (wrong, 1)
         assert tree.num_tokens == 0
-        assert tree.insert(tokens, [last]).stored == page_size
+        assert tree.insert(tokens, [last]).stored == page_tokens
 
 
 def test_tokens_are_not_negative(kind: Any) -> None:
@@ -289,8 +289,8 @@ def test_evicting_more_than_is_evictable_evicts_nothing(kind: Any) -> None:
 
 def test_a_tree_that_cannot_be_is_refused(kind: Any) -> None:
     for given in (
-        {"page_size": 0},
-        {"page_size": "1"},
+        {"page_tokens": 0},
+        {"page_tokens": "1"},
         {"windows": ()},
         {"windows": (0,)},
         {"windows": 3},

@@ -8,8 +8,8 @@ import pytest
 
 from pagoda.errors import ArgumentError
 from pagoda.tree import PrefixTree, Removed, Reset, Stored
-from pagoda.tree.twin.keys import page_keys
 from property.tree_follower import Follower, shown
+from twin.keys import page_keys
 
 
 def key(namespace: bytes, *tokens: int) -> int:

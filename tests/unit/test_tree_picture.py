@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda.errors import ArgumentError, ConfigError
-from pagoda.tree import Counts, NodeView, PrefixTree, Tally, draw_json, draw_rich, draw_text
-from pagoda.tree.twin import PrefixTwin
+from pagoda.tree import NodeView, PrefixTree, Tally, TreeCounts, draw_json, draw_rich, draw_text
+from twin import PrefixTwin
 
 # rich is an extra, and part of `dev`: a machine without it runs the rest.
 HAS_RICH = importlib.util.find_spec("rich") is not None
@@ -27,11 +27,11 @@ DRAWINGS = [draw_text, draw_json, draw_rich] if HAS_RICH else [draw_text, draw_j
 class HandMade:
     """A tree that is only what a picture may ask for."""
 
-    def __init__(self, views: Sequence[NodeView], page_size: int = 4) -> None:
-        self.views, self.page_size = list(views), page_size
+    def __init__(self, views: Sequence[NodeView], page_tokens: int = 4) -> None:
+        self.views, self.page_tokens = list(views), page_tokens
         self.asked: list[tuple[int, int]] = []
 
-    def counts(self) -> Counts:
+    def counts(self) -> TreeCounts:
         def tally(numbers: dict[int, int]) -> Tally:
             protected = sum(n for number, n in numbers.items() if leased[number])
             return Tally(sum(numbers.values()), sum(numbers.values()) - protected, protected)
@@ -39,9 +39,9 @@ class HandMade:
         nodes = [view for view in self.views if view.parent is not None]
         leased = {view.number: view.leases > 0 for view in nodes}
         tokens = {view.number: view.end - view.begin for view in nodes}
-        return Counts(
+        return TreeCounts(
             tally(tokens),
-            (tally({number: n // self.page_size for number, n in tokens.items()}),),
+            (tally({number: n // self.page_tokens for number, n in tokens.items()}),),
             tally({view.number: len(view.checkpoints) for view in nodes}),
             len(nodes),
             sum(view.num_children == 0 for view in nodes),
@@ -53,7 +53,7 @@ class HandMade:
     ) -> list[NodeView]:
         self.asked.append((max_nodes, max_tokens))
         name = namespace.encode() if isinstance(namespace, str) else namespace
-        pages = -(-max_tokens // self.page_size)
+        pages = -(-max_tokens // self.page_tokens)
         matching = (view for view in self.views if name is None or view.namespace == name)
         return [
             view._replace(
@@ -553,7 +553,7 @@ def test_json_has_every_byte_it_may_have(garden: HandMade) -> None:
 
 def test_json_says_it_all(garden: HandMade) -> None:
     picture = json.loads(draw_json(garden, max_tokens=2))
-    assert picture["page_size"] == 4
+    assert picture["page_tokens"] == 4
     assert picture["tokens"] == {"total": 44, "evictable": 32, "protected": 12}
     assert picture["columns"] == [{"total": 11, "evictable": 8, "protected": 3}]
     assert (picture["num_nodes"], picture["num_leaves"], picture["num_leases"]) == (5, 4, 2)

@@ -53,25 +53,25 @@ def test_a_hundred_thousand_levels():
     tree.check()
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_a_million_tokens(page_size: int):
-    tree = PrefixTree(page_size)
+@pytest.mark.parametrize("page_tokens", [1, 16])
+def test_a_million_tokens(page_tokens: int):
+    tree = PrefixTree(page_tokens)
     tokens = np.random.default_rng(0).integers(0, 100_000, 1_000_000).astype(np.int32)
-    ids = np.arange(1, 1_000_000 // page_size + 1, dtype=np.int32)
+    ids = np.arange(1, 1_000_000 // page_tokens + 1, dtype=np.int32)
     assert tree.insert(tokens, ids).stored == 1_000_000
     assert np.array_equal(tree.match(tokens).page_ids, ids)
     other = tokens.copy()
     other[700_000] += 1
-    at = 700_000 // page_size * page_size
+    at = 700_000 // page_tokens * page_tokens
     assert tree.match(other).length == at
     assert tree.insert(other, ids + len(ids)).present == at
     assert tree.evict(300_000).page_ids[-1] == len(ids)
     tree.check()
 
 
-def distinct_first_pages(kind: str, n: int, page_size: int) -> np.ndarray:
-    """[n, page_size] pages made so that a weak hash of them collides."""
-    pages = np.zeros((n, page_size), dtype=np.int32)
+def distinct_first_pages(kind: str, n: int, page_tokens: int) -> np.ndarray:
+    """[n, page_tokens] pages made so that a weak hash of them collides."""
+    pages = np.zeros((n, page_tokens), dtype=np.int32)
     numbers = np.arange(n)
     if kind == "only the last token differs":
         pages[:, -1] = numbers
@@ -88,15 +88,15 @@ def distinct_first_pages(kind: str, n: int, page_size: int) -> np.ndarray:
     "kind", ["only the last token differs", "multiples of 2^16", "the same sum", "the same xor"]
 )
 def test_keys_that_would_collide(kind: str):
-    page_size, n = 4, 100_000
-    tree = PrefixTree(page_size)
-    pages = distinct_first_pages(kind, n, page_size)
+    page_tokens, n = 4, 100_000
+    tree = PrefixTree(page_tokens)
+    pages = distinct_first_pages(kind, n, page_tokens)
     begin = time.thread_time()
     for i, page in enumerate(pages):
         tree.insert(page, [i + 1])
     assert tree.num_leaves == n
     lengths = tree.match_lengths(list(pages))
-    assert (lengths == page_size).all()
+    assert (lengths == page_tokens).all()
     # A table that degenerates into a list needs minutes.
     assert time.thread_time() - begin < 20
 

@@ -5,8 +5,8 @@ groups at once; `nhd_pages` and `hnd_pages` show
 a pool's buffer in pages; `paged_attention` is attention through a view in plain torch. Invariant 6.
 """
 
-from pagoda.attention.paged import paged_attention
-from pagoda.attention.pages import hnd_pages, nhd_pages
-from pagoda.attention.view import PagedView, PagedViews
+from pagoda.attention._paged import paged_attention
+from pagoda.attention._pages import hnd_pages, nhd_pages
+from pagoda.attention._view import PagedView, PagedViews
 
 __all__ = ["PagedView", "PagedViews", "hnd_pages", "nhd_pages", "paged_attention"]

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from pagoda import __version__
-from pagoda.cli import demo, plan, talk
+from pagoda.cli import _demo as demo
+from pagoda.cli import _plan as plan
+from pagoda.cli import _talk as talk
 from pagoda.errors import PagodaError
 
 __all__ = ["main"]

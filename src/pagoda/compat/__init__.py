@@ -1,6 +1,6 @@
 """The names of public designs, one thin file or folder a contract, over the parts of the house.
 
-Nothing inside the house imports this; `pagoda` re-exports all of it.
+Nothing inside the house imports this: names are used as `pagoda.compat.KVPool`.
 """
 
 from pagoda.compat.blocks import BlockAllocator

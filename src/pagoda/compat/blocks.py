@@ -8,9 +8,9 @@ import torch
 
 from pagoda.errors import CapacityError
 from pagoda.ids import FreeList
-from pagoda.layout.numbers import count
+from pagoda.layout._numbers import count
 from pagoda.pools import Staging
-from pagoda.pools.arguments import AnyIds, host_ids, number, refuse_capture
+from pagoda.pools._arguments import AnyIds, host_ids, number, refuse_capture
 
 __all__ = ["BlockAllocator"]
 

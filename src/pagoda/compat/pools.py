@@ -13,9 +13,9 @@ import torch
 
 from pagoda.errors import ArgumentError, CapacityError, ConfigError, InvariantError
 from pagoda.ids import FreeList
-from pagoda.layout.numbers import count
-from pagoda.pools import DeviceTable, Staging, StatePart, StatePool, TokenPool
-from pagoda.pools.arguments import (
+from pagoda.layout._numbers import count
+from pagoda.pools import DeviceTable, Staging, StatePool, StateSpec, TokenPool
+from pagoda.pools._arguments import (
     AnyIds,
     host_ids,
     is_unread,
@@ -121,7 +121,7 @@ class KVPool:
 
     def mem_bytes(self) -> int:
         """Bytes of all buffers, padding included. O(1)."""
-        return self._pool.mem_bytes()
+        return self._pool.memory_bytes()
 
     def check(self) -> None:
         """Verify invariants 6 and 7. Cost: a walk over all of it. Errors: InvariantError."""
@@ -463,8 +463,8 @@ class GDNPool:
         if dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise ConfigError(f"dtype: give float16, bfloat16 or float32, not {dtype}")
         parts = {
-            "recurrent": StatePart((self.num_v_heads, self.head_v_dim, self.head_k_dim), torch.float32),
-            "conv": StatePart((self.conv_dim, self.conv_kernel_size - 1), dtype),
+            "recurrent": StateSpec((self.num_v_heads, self.head_v_dim, self.head_k_dim), torch.float32),
+            "conv": StateSpec((self.conv_dim, self.conv_kernel_size - 1), dtype),
         }
         self._pool = StatePool(self.max_reqs + self.max_track_slots, self.num_gdn_layers, parts, device)
         self._tracks = FreeList(self.max_track_slots, first_id=self.max_reqs + 1, what="track slots")
@@ -505,7 +505,7 @@ class GDNPool:
 
     def mem_bytes(self) -> int:
         """Bytes of both states, padding and track slots included. O(1)."""
-        return self._pool.mem_bytes()
+        return self._pool.memory_bytes()
 
     def check(self) -> None:
         """Verify invariants 1 to 4, 6 and 7. Cost: a walk over all of it. Errors: InvariantError."""

@@ -19,8 +19,8 @@ import torch
 
 from pagoda.compat.tokens import HostTokens, host_tokens, require_range
 from pagoda.errors import ArgumentError, CapacityError, InvariantError, OutOfRangeError
-from pagoda.layout.numbers import count
-from pagoda.pools.arguments import AnyIds, number
+from pagoda.layout._numbers import count
+from pagoda.pools._arguments import AnyIds, number
 from pagoda.tree import Lease, PrefixTree
 
 __all__ = ["PrefixCacheManager"]

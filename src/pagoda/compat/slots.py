@@ -8,7 +8,7 @@ import numpy as np
 
 from pagoda.errors import CapacityError, InvariantError
 from pagoda.ids import FreeList
-from pagoda.layout.numbers import count
+from pagoda.layout._numbers import count
 
 __all__ = ["SlotAllocator"]
 

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 
 from pagoda.errors import ArgumentError
-from pagoda.pools.arguments import AnyIds, host_ids
-from pagoda.pools.arguments import require_range as require_wide_range
+from pagoda.pools._arguments import AnyIds, host_ids
+from pagoda.pools._arguments import require_range as require_wide_range
 
 __all__ = ["HostTokens", "host_pages", "host_tokens", "require_range", "slots_of_pages", "write_slots"]
 

@@ -15,7 +15,7 @@ try:
 except ModuleNotFoundError as _missing:
     raise _ConfigError("pagoda.hf needs transformers: pip install 'pagoda-kv[hf]'") from _missing
 
-from pagoda.hf.cache import Call, PrefixCache, Stats, cached, disable, enable
+from pagoda.hf._cache import Call, PrefixCache, Stats, cached, disable, enable
 
 __all__ = ["Call", "PrefixCache", "Stats", "cached", "disable", "enable"]
 

@@ -17,9 +17,9 @@ from types import ModuleType
 import torch
 
 from pagoda.errors import ConfigError
-from pagoda.kernels import reference
-from pagoda.kernels.reference import FP8_DTYPES
-from pagoda.kernels.regions import Regions
+from pagoda.kernels import _reference as reference
+from pagoda.kernels._reference import FP8_DTYPES
+from pagoda.kernels._regions import Regions
 
 __all__ = [
     "FP8_DTYPES",
@@ -29,10 +29,10 @@ __all__ = [
     "on_device",
     "pack",
     "pick",
-    "set_entries",
+    "set_table",
     "store",
     "unpack",
-    "write_entries",
+    "write_table",
 ]
 
 
@@ -56,7 +56,7 @@ def _fused(name: str) -> ModuleType:
 
 
 def _for(tensor: torch.Tensor) -> ModuleType:
-    return pick("fused", reference, tensor.device)
+    return pick("_fused", reference, tensor.device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -118,14 +118,14 @@ def copy_pages(
         _for(buffers[0]).copy_pages(source, target, buffers, addresses)
 
 
-def write_entries(packed: torch.Tensor, num_writes: int, table: torch.Tensor) -> None:
+def write_table(packed: torch.Tensor, num_writes: int, table: torch.Tensor) -> None:
     """Set entry packed[i] of a flat table to packed[num_writes + i], in one launch.
 
     packed: [≥ 2 * num_writes] int32, aligned to nothing. table: [entries] int32, contiguous. An index outside
     the table is not written. Of values for one entry any may win.
     """
     with on_device(table.device):
-        _for(table).write_entries(packed, num_writes, table)
+        _for(table).write_table(packed, num_writes, table)
 
 
 def fill_rows(regions: Regions, row: int) -> None:
@@ -134,11 +134,11 @@ def fill_rows(regions: Regions, row: int) -> None:
         _for(regions.table).fill_rows(regions, row)
 
 
-def set_entries(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> None:
+def set_table(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> None:
     """Set entry `at` of a flat table to `value` and entry `other_at` to `other`, in one launch that carries
     all of it: nothing is sent.
 
     table: [entries] int32, contiguous. Places are in the table.
     """
     with on_device(table.device):
-        _for(table).set_entries(table, at, value, other_at, other)
+        _for(table).set_table(table, at, value, other_at, other)

@@ -15,14 +15,15 @@ from types import ModuleType
 
 import torch
 
-from pagoda.kernels import compress_reference, on_device, pick
+from pagoda.kernels import _compress_reference as compress_reference
+from pagoda.kernels import on_device, pick
 from pagoda.kernels.entries import Tokens
 
 __all__ = ["compress", "push"]
 
 
 def _for(tensor: torch.Tensor) -> ModuleType:
-    return pick("compress_fused", compress_reference, tensor.device)
+    return pick("_compress_fused", compress_reference, tensor.device)
 
 
 def compress(

@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 
 from pagoda.errors import ConfigError
-from pagoda.kernels import entries_reference, on_device, pick
-from pagoda.layout.entries import DTYPES, Entry
+from pagoda.kernels import _entries_reference as entries_reference
+from pagoda.kernels import on_device, pick
+from pagoda.layout._entries import DTYPES, Entry
 
 __all__ = [
     "Codec",
@@ -155,7 +156,7 @@ class Codec:
 
 
 def _for(tensor: torch.Tensor) -> ModuleType:
-    return pick("entries_fused", entries_reference, tensor.device)
+    return pick("_entries_fused", entries_reference, tensor.device)
 
 
 def store_window(

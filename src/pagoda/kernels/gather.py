@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from pagoda.kernels import gather_reference, on_device, pick
+from pagoda.kernels import _gather_reference as gather_reference
+from pagoda.kernels import on_device, pick
 
 __all__ = ["gather"]
 
@@ -19,8 +20,8 @@ def gather(
     slots: torch.Tensor,  # [n] int32 or int64
     buffers: Sequence[torch.Tensor],  # each [num_pages, page_bytes_b] uint8: K, V, K, V, ... or K alone
     addresses: torch.Tensor,  # [buffers] int64, where each begins, on their device
-    page_size: int,
-    outs: Sequence[torch.Tensor],  # one a buffer, contiguous, n rows of page_bytes_b / page_size bytes
+    page_tokens: int,
+    outs: Sequence[torch.Tensor],  # one a buffer, contiguous, n rows of page_bytes_b / page_tokens bytes
     out_addresses: torch.Tensor,  # [buffers] int64, where each begins, on the buffers' device
 ) -> None:
     """Copy the row of slot slots[i] of every buffer to row i of its output, in one launch.
@@ -28,6 +29,6 @@ def gather(
     A slot outside of the buffers gives zeros. No output overlaps another or a buffer.
     """
     with on_device(addresses.device):
-        pick("gather_fused", gather_reference, addresses.device).gather(
-            slots, buffers, addresses, page_size, outs, out_addresses
+        pick("_gather_fused", gather_reference, addresses.device).gather(
+            slots, buffers, addresses, page_tokens, outs, out_addresses
         )

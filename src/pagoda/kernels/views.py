@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from pagoda.kernels import on_device, pick, views_reference
-from pagoda.kernels.views_reference import ViewBuffers, ViewSpec
+from pagoda.kernels import _views_reference as views_reference
+from pagoda.kernels import on_device, pick
+from pagoda.kernels._views_reference import ViewBuffers, ViewSpec
 
 __all__ = ["ViewBuffers", "ViewSpec", "Views"]
 
@@ -23,7 +24,7 @@ class Views:
     """
 
     def __init__(self, specs: Sequence[ViewSpec], device: torch.device) -> None:
-        self._kernels = pick("views_fused", views_reference, device)
+        self._kernels = pick("_views_fused", views_reference, device)
         self._device = device
         with on_device(device):
             self._prepared = self._kernels.prepare(specs, device)

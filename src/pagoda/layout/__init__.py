@@ -4,18 +4,18 @@
 layers that share ids, `Layout` the whole model with its questions, `sizing` the division of memory,
 `configs/` the reading of Hugging Face configs, `models/` those of well-known models. Knows no torch."""
 
-from pagoda.layout.configs.reading import from_hf, model_config, model_names
-from pagoda.layout.entries import (
+from pagoda.layout._configs.reading import from_hf, model_config, model_names
+from pagoda.layout._entries import (
     Entry,
-    Part,
+    TensorSpec,
     compressed_fp8,
     index_keys,
     latent,
     latent_fp8,
     plain,
 )
-from pagoda.layout.groups import PagedGroup, StateGroup
-from pagoda.layout.kinds import (
+from pagoda.layout._groups import PagedGroup, StateGroup
+from pagoda.layout._kinds import (
     CompressedAttention,
     FullAttention,
     GatedDelta,
@@ -25,14 +25,14 @@ from pagoda.layout.kinds import (
     Lightning,
     Mamba1,
     Mamba2,
-    Pages,
     RingWindow,
     SharedAttention,
     ShortConv,
+    Storage,
     WindowAttention,
 )
-from pagoda.layout.layout import Layout, Need
-from pagoda.layout.sizing import Budget, Share
+from pagoda.layout._layout import Layout, Need
+from pagoda.layout._sizing import Budget, Share
 
 __all__ = [
     "Budget",
@@ -49,13 +49,13 @@ __all__ = [
     "Mamba2",
     "Need",
     "PagedGroup",
-    "Pages",
-    "Part",
     "RingWindow",
     "Share",
     "SharedAttention",
     "ShortConv",
     "StateGroup",
+    "Storage",
+    "TensorSpec",
     "WindowAttention",
     "compressed_fp8",
     "from_hf",

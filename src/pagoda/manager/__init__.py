@@ -5,8 +5,8 @@ Plans and never touches a tensor; knows no torch. docs/manager.md says exactly w
 """
 
 from pagoda._native import Admitted, Pending
-from pagoda.manager.delta import Delta
-from pagoda.manager.manager import Manager
-from pagoda.manager.values import GroupStats, Stats
+from pagoda.manager._delta import Delta
+from pagoda.manager._manager import Manager
+from pagoda.manager._values import GroupStats, Stats
 
 __all__ = ["Admitted", "Delta", "GroupStats", "Manager", "Pending", "Stats"]

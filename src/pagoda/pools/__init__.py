@@ -6,11 +6,11 @@
 move; nothing here reads one back. Invariants 6 and 7.
 """
 
-from pagoda.pools.entries import EntryPool
-from pagoda.pools.kv import TokenPool
-from pagoda.pools.rank import Pools
-from pagoda.pools.staging import Staging
-from pagoda.pools.state import StatePart, StatePool
-from pagoda.pools.table import DeviceTable
+from pagoda.pools._entries import EntryPool
+from pagoda.pools._kv import TokenPool
+from pagoda.pools._rank import Pools
+from pagoda.pools._staging import Staging
+from pagoda.pools._state import StatePool, StateSpec
+from pagoda.pools._table import DeviceTable
 
-__all__ = ["DeviceTable", "EntryPool", "Pools", "Staging", "StatePart", "StatePool", "TokenPool"]
+__all__ = ["DeviceTable", "EntryPool", "Pools", "Staging", "StatePool", "StateSpec", "TokenPool"]

@@ -11,7 +11,7 @@ import torch
 from pagoda import kernels
 from pagoda.errors import CapacityError, ConfigError, InvariantError
 from pagoda.ids import FreeList
-from pagoda.pools.arguments import filled
+from pagoda.pools._arguments import filled
 from pagoda.tables import PageTable
 
 __all__ = ["BlockTable"]
@@ -90,7 +90,7 @@ class BlockTable:
 
     def _write(self, row: int, n: int, block: int, num_blocks: int) -> None:
         """Set place n of a row's table, and its length, in one launch."""
-        kernels.set_entries(self._flat, row * self.max_blocks + n, block, self._lens_begin + row, num_blocks)
+        kernels.set_table(self._flat, row * self.max_blocks + n, block, self._lens_begin + row, num_blocks)
 
     def _take_back(self, row: int, n: int) -> None:
         """Undo the growth of a row to n + 1 blocks, on the host for certain."""
@@ -131,7 +131,7 @@ class BlockTable:
         if not self._leaving:
             self.free.pass_fence(self._fence)
 
-    def mem_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes on the device. O(1)."""
         return self._flat.numel() * self._flat.element_size()
 

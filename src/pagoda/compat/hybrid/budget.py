@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pagoda.compat.hybrid.config import DSV4Config, LayerSpec, read_schedule
 from pagoda.errors import ConfigError
-from pagoda.layout.numbers import count, num_bytes, show_bytes
+from pagoda.layout._numbers import count, num_bytes, show_bytes
 
 __all__ = ["compute_block_budget", "max_blocks"]
 

@@ -19,8 +19,8 @@ from pagoda.layout import (
     index_keys,
     model_config,
 )
-from pagoda.layout.configs.fields import Fields
-from pagoda.layout.numbers import count, show
+from pagoda.layout._configs.fields import Fields
+from pagoda.layout._numbers import count, show
 
 __all__ = ["AttentionType", "DSV4Config", "LayerSpec", "read_schedule"]
 

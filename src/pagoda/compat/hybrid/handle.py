@@ -14,7 +14,7 @@ from pagoda.compat.hybrid.tokens import Known
 from pagoda.errors import ArgumentError
 from pagoda.kernels import compress, entries
 from pagoda.kernels.entries import Codec, Tokens
-from pagoda.pools.arguments import refuse_capture
+from pagoda.pools._arguments import refuse_capture
 
 __all__ = ["LayerCacheHandle"]
 

@@ -21,9 +21,9 @@ from pagoda.compat.hybrid.tokens import read_tokens
 from pagoda.errors import ArgumentError, ConfigError, InvariantError
 from pagoda.ids import FreeList
 from pagoda.layout import RingWindow
-from pagoda.layout.numbers import count, show
+from pagoda.layout._numbers import count, show
 from pagoda.pools import EntryPool, Staging, StatePool
-from pagoda.pools.arguments import AnyIds, one_id, refuse_capture, resolve_device
+from pagoda.pools._arguments import AnyIds, one_id, refuse_capture, resolve_device
 
 __all__ = ["KVCacheManager"]
 
@@ -223,7 +223,8 @@ class KVCacheManager:
     def memory_bytes(self) -> int:
         """Bytes of all pools and tables on the device, padding included. O(layers)."""
         return sum(
-            sum(part.mem_bytes() for part in parts) for parts in (self._states, self._entries, self._groups)
+            sum(part.memory_bytes() for part in parts)
+            for parts in (self._states, self._entries, self._groups)
         )
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ import torch
 from pagoda.compat.hybrid.schema import LayerCacheSchema
 from pagoda.errors import ConfigError
 from pagoda.pools import EntryPool
-from pagoda.pools.arguments import layer_number
+from pagoda.pools._arguments import layer_number
 
 __all__ = ["PagedKVPool"]
 

@@ -13,9 +13,9 @@ from pagoda import kernels
 from pagoda.compat.hybrid.schema import LayerCacheSchema
 from pagoda.errors import ArgumentError, ConfigError
 from pagoda.kernels.entries import Ring
-from pagoda.layout.numbers import count, integer
+from pagoda.layout._numbers import count, integer
 from pagoda.pools import StatePool
-from pagoda.pools.arguments import layer_number, one_id, refuse_capture
+from pagoda.pools._arguments import layer_number, one_id, refuse_capture
 
 __all__ = ["StateCachePool", "StateSnapshot"]
 

@@ -12,7 +12,7 @@ from pagoda.errors import ArgumentError
 from pagoda.ids import FreeList
 from pagoda.kernels.entries import Tokens
 from pagoda.pools import Staging
-from pagoda.pools.arguments import AnyIds, host_ids, require_range
+from pagoda.pools._arguments import AnyIds, host_ids, require_range
 
 __all__ = ["Known", "read_tokens"]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from pagoda.errors import InvariantError
-from pagoda.pools.arguments import AnyIds, number
+from pagoda.pools._arguments import AnyIds, number
 
 __all__ = ["BaseCacheHandle", "BaseCacheManager", "SizeInfo"]
 

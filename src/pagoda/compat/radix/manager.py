@@ -23,9 +23,9 @@ from pagoda.compat.radix.picture import NO_BOUND, RadixTreeNode, radix_root
 from pagoda.compat.tokens import HostTokens, host_pages, host_tokens, slots_of_pages, write_slots
 from pagoda.errors import AlreadyHeldError, ArgumentError, CapacityError, NotHeldError, StaleError
 from pagoda.ids import FreeList
-from pagoda.layout.numbers import count
+from pagoda.layout._numbers import count
 from pagoda.pools import Staging
-from pagoda.pools.arguments import AnyIds, number, refuse_capture
+from pagoda.pools._arguments import AnyIds, number, refuse_capture
 from pagoda.tree import Lease, PrefixTree
 
 __all__ = ["RadixCacheHandle", "RadixCacheManager"]

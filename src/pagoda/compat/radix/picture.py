@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pagoda.compat.tokens import slots_of_pages
 from pagoda.errors import ArgumentError
-from pagoda.pools.arguments import number
+from pagoda.pools._arguments import number
 from pagoda.tree import NodeView, PrefixTree
 
 __all__ = ["RadixTreeNode", "format_radix_tree", "print_radix_tree", "radix_root"]
@@ -102,7 +102,7 @@ def radix_root(tree: PrefixTree) -> RadixTreeNode:
     nodes: dict[int, RadixTreeNode] = {}
     children: dict[int, list[RadixTreeNode]] = {}
     for view in views:
-        slots = slots_of_pages(view.columns[0] - np.int32(1), tree.page_size)
+        slots = slots_of_pages(view.columns[0] - np.int32(1), tree.page_tokens)
         parent = None if view.parent is None else nodes[view.parent]
         node = nodes[view.number] = RadixTreeNode(view, slots, parent)
         if view.parent is not None:

@@ -20,8 +20,8 @@ from pagoda.compat.tokens import host_pages, host_tokens
 from pagoda.compat.tokens import require_range as require_token_range
 from pagoda.errors import ArgumentError, CapacityError, ConfigError, NotHeldError, OutOfRangeError
 from pagoda.ids import FreeList
-from pagoda.layout.numbers import count
-from pagoda.pools.arguments import AnyIds, host_ids, number, refuse_capture, require_range, resolve_device
+from pagoda.layout._numbers import count
+from pagoda.pools._arguments import AnyIds, host_ids, number, refuse_capture, require_range, resolve_device
 
 __all__ = ["CacheManager", "Request"]
 

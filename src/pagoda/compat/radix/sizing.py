@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from pagoda.errors import ArgumentError, ConfigError
-from pagoda.layout.numbers import count
-from pagoda.pools.arguments import AnyIds, filled, host_ids, refuse_capture, resolve_device
+from pagoda.layout._numbers import count
+from pagoda.pools._arguments import AnyIds, filled, host_ids, refuse_capture, resolve_device
 
 __all__ = [
     "create_page_table",

@@ -1,0 +1,151 @@
+"""The figures of a plan. In: what was asked for; out: layouts, a budget, and what they leave to be computed.
+
+Fractions are exact here; whoever prints one rounds it down, so that no figure promises more than fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pagoda.cli._plan.asked import Asked, Division
+from pagoda.errors import ConfigError
+from pagoda.layout import Budget, Layout, PagedGroup, StateGroup, from_hf, model_config, model_names
+from pagoda.layout._numbers import show_bytes
+
+__all__ = ["MORE_BYTES", "Divided", "Plan", "dtypes", "fixed_bytes", "models", "plan"]
+
+USUAL_CONTEXT = 8192  # where neither the caller nor the model names one
+MORE_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Divided:
+    """Memory, divided for a mix; `requests` is how many would run at once if all were of the context, and
+    `more_…` what MORE_BYTES more buy."""
+
+    asked: Division
+    mix: Mapping[int, Fraction]
+    budget: Budget
+    requests: Fraction
+    longest: int | None
+    more_tokens: int | None
+    more_requests: Fraction
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank of one model: its layout, that of all ranks together, how long requests are."""
+
+    asked: Asked
+    whole: Layout
+    layout: Layout
+    context: int
+    divided: Divided | None
+
+    def copies(self, group: PagedGroup | StateGroup) -> Fraction:
+        """How often all ranks together keep what one rank alone would. O(groups × layers)."""
+        layers = set(group.layers)
+        alone = [g for g in self.whole.groups if type(g) is type(group) and layers.issuperset(g.layers)]
+        return Fraction(self.asked.ranks * group.unit_bytes, sum(each.unit_bytes for each in alone))
+
+
+def models() -> list[Layout]:
+    """The models that come with Pagoda. O(models × layers)."""
+    return [from_hf(model_config(name), name=name) for name in model_names()]
+
+
+def fixed_bytes(layout: Layout) -> tuple[int, int]:
+    """What full windows of a request take, with whole pages, and what its states do. O(groups)."""
+    windows = [(group, group.window) for group in layout.paged_groups if group.window is not None]
+    # Twice a window is past where it stops to grow.
+    held = sum(group.peak_units(2 * size + group.page_tokens) * group.page_bytes for group, size in windows)
+    return held, 0 if layout.state_group is None else layout.state_group.row_bytes
+
+
+def dtypes(layout: Layout) -> dict[str, list[str]]:
+    """What is stored in which dtypes: keys and values, indexer keys, states. O(layers)."""
+    entries = [entry for group in layout.paged_groups for entry in group.storage.entries]
+    # What a kind keeps besides its values, scales and padding, is no choice of anybody.
+    values = {entry.name: [p.dtype for p in entry.parts if p.name != "scale"] for entry in entries}
+    states = layout.state_group.parts if layout.state_group is not None else ()
+    return {
+        "kv": _once(dtype for name, found in values.items() if name != "index" for dtype in found),
+        "index": _once(values.get("index", [])),
+        "state": _once(part.dtype for parts in states for part in parts),
+    }
+
+
+def plan(asked: Asked, division: Division | None) -> Plan:
+    """Plan one rank of one model. Errors: ConfigError, also when not one request fits."""
+    whole = asked.whole()
+    layout = asked.one_rank(whole)
+    context = asked.context or layout.context or USUAL_CONTEXT
+    divided = None if division is None else _divide(layout, whole, asked.ranks, division, context)
+    return Plan(asked, whole, layout, context, divided)
+
+
+def _divide(layout: Layout, whole: Layout, ranks: int, asked: Division, context: int) -> Divided:
+    mix: Mapping[int, Fraction] = asked.mix or {context: Fraction(1)}
+    chunk, checkpoints = asked.chunk, asked.checkpoints
+    if layout.max_requests(asked.cache_bytes, max(mix), chunk=chunk, checkpoints=checkpoints) == 0:
+        raise ConfigError(_unfit(layout, whole, ranks, asked, max(mix)))
+
+    def at_context(memory_bytes: int) -> Fraction:
+        if layout.max_requests(memory_bytes, context, chunk=chunk, checkpoints=checkpoints) == 0:
+            return Fraction(0)
+        return layout.divide(memory_bytes, context, chunk=chunk, checkpoints=checkpoints).requests
+
+    budget = layout.divide(asked.cache_bytes, mix, chunk=chunk, checkpoints=checkpoints)
+    more = layout.divide(asked.cache_bytes + MORE_BYTES, mix, chunk=chunk, checkpoints=checkpoints)
+    requests = at_context(asked.cache_bytes)
+    return Divided(
+        asked,
+        {tokens: mix[tokens] / sum(mix.values()) for tokens in sorted(mix)},
+        budget,
+        requests,
+        layout.longest_request(asked.cache_bytes, chunk=chunk, checkpoints=checkpoints),
+        None if budget.num_tokens is None else (more.num_tokens or 0) - budget.num_tokens,
+        at_context(asked.cache_bytes + MORE_BYTES) - requests,
+    )
+
+
+def _unfit(layout: Layout, whole: Layout, ranks: int, asked: Division, length: int) -> str:
+    """Why not one request fits, and what would help."""
+    chunk, checkpoints = asked.chunk, asked.checkpoints
+    least = layout.memory_for(1, length, chunk=chunk, checkpoints=checkpoints)
+    needed, left = f"{show_bytes(least)} of cache", show_bytes(asked.cache_bytes)
+    if left == show_bytes(least):  # a page of padding may be all that is missing
+        needed, left = f"{least:,} B of cache, padding included", f"{asked.cache_bytes:,} B"
+    longest = layout.longest_request(asked.cache_bytes, chunk=chunk, checkpoints=checkpoints)
+    reach = f"the longest that fits has {longest:,} tokens" if longest else "not even one of 1 token fits"
+    after = "" if asked.weights_bytes is None else " after the weights"
+    ways = ["more --memory"]
+    if longest:
+        ways.append("a shorter --context" if asked.mix is None else "shorter lengths in --mix")
+    if checkpoints and layout.state_group is not None:
+        ways.append("fewer --checkpoints")
+    if chunk > 1 and any(group.window for group in layout.paged_groups):
+        ways.append("a smaller --chunk")
+    stored = dtypes(layout)["kv"]
+    if stored and not any(dtype.startswith("float8") for dtype in stored):
+        ways.append("--kv-dtype fp8")
+    if any(_is_smaller(whole, ranks * more, layout) for more in (2, 3)):
+        ways.append("more --tp ranks")
+    return (
+        f"--memory: one request of {length:,} tokens needs {needed}, and there are {left}{after}; {reach}. "
+        f"Ways out: {', '.join(ways)}"
+    )
+
+
+def _is_smaller(whole: Layout, ranks: int, layout: Layout) -> bool:
+    """Whether a rank of so many keeps less: latent attention, for one, is whole on every rank."""
+    try:
+        return whole.shard(ranks).request_bytes(1) < layout.request_bytes(1)
+    except ConfigError:
+        return False
+
+
+def _once(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))

@@ -1,0 +1,314 @@
+"""Keys and values of prefixes, for one model. In: tokens, and tensors as transformers has them; out: the same
+tensors for tokens that were seen before.
+
+A `Manager` plans, a `TokenPool` a group holds. Nothing runs between calls: a row is admitted, read or
+written, and released, all under one lock, so the pool has no page that the tree does not know. Every page
+has the contents of its tokens in all layers, because it is written before it is committed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagoda.errors import ArgumentError, CapacityError, ConfigError, NotHeldError
+from pagoda.layout import LatentAttention, Layout, PagedGroup
+from pagoda.layout._numbers import num_bytes, show_bytes
+from pagoda.manager import Manager
+from pagoda.pools import TokenPool
+
+__all__ = ["Columns", "Memory", "Tokens"]
+
+Tokens: TypeAlias = npt.NDArray[np.int32]
+# Layer, first and last token → its keys and values [heads, tokens, dim], or None where they are gone.
+Columns: TypeAlias = Callable[[int, int, int], tuple[torch.Tensor, torch.Tensor] | None]
+
+CHUNK = 512  # tokens that are written and committed at once where there are windows, which need room for them
+# Memory is divided between layers that keep all tokens and windows: for requests of this length, or for so
+# many requests at least.
+USUAL, AT_LEAST = 2048, 8
+ENDLESS = 2**20  # tokens of a row where only windows are kept
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found for the rows of a batch: `num_columns` columns of each, padding included."""
+
+    num_columns: int
+    num_tokens: int  # of all rows together
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]]  # [rows, heads, columns, dim] each, by layer
+    num_bytes: int
+
+
+class Memory:
+    """The pools of one model, and the manager that says what lies in them.
+
+    `memory` is all that pools take, padding included. Several threads may call. Errors: ConfigError when
+    not even two pages of each group fit, or when it is more than there is."""
+
+    def __init__(self, layout: Layout, memory: int | str, device: torch.device) -> None:
+        self.memory_bytes = num_bytes(memory)
+        step = layout.resume_step
+        longest = layout.longest_request(self.memory_bytes, chunk=step)
+        if longest is not None and longest < 2 * step:
+            needed = layout.memory_for(1, 2 * step, chunk=step)
+            raise ConfigError(
+                f"memory: {show_bytes(self.memory_bytes)} hold no prefix of this model: give at least "
+                f"{show_bytes(needed)}, or better what some thousands of tokens take, at "
+                f"{show_bytes(int(layout.request_bytes(USUAL)))} for {USUAL:,}"
+            )
+        # Windows are kept where requests end or part: the shorter requests are, the more of them there are.
+        usual = USUAL if longest is None else min(USUAL, max(longest // AT_LEAST, 2 * step))
+        self._has_windows = any(group.window for group in layout.paged_groups)
+        self.chunk = max(step, CHUNK // step * step) if self._has_windows else ENDLESS
+        while (
+            self._has_windows
+            and self.chunk > step
+            and layout.memory_for(1, usual, chunk=self.chunk) > self.memory_bytes
+        ):
+            self.chunk = max(step, self.chunk // 2 // step * step)
+        budget = layout.divide(self.memory_bytes, usual, chunk=self.chunk if self._has_windows else 1)
+        self.layout, self.device = layout, device
+        held = budget.num_tokens
+        self.max_tokens = ENDLESS if held is None else held
+        given = show_bytes(self.memory_bytes)
+        try:
+            # Two rows: one that is read or written, and one for the page below it.
+            self.manager = Manager(layout, budget.capacity(), num_rows=2, max_tokens=self.max_tokens + 1)
+        except ConfigError as error:
+            raise ConfigError(f"memory: {given} hold more tokens than can be numbered: give less") from error
+        try:
+            self._pools = {
+                group.name: TokenPool.from_group(group, budget.capacity()[group.name], device)
+                for group in layout.paged_groups
+            }
+        except RuntimeError as error:  # also torch.OutOfMemoryError
+            raise ConfigError(f"memory: {given} are not to be had on {device}: give less") from error
+        self._lock = threading.RLock()
+        self._last: tuple[Any, Any] | None = None  # the stream that worked here last, and an event on it
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all pools, padding included: never more than `memory_bytes`. O(groups)."""
+        return sum(pool.memory_bytes() for pool in self._pools.values())
+
+    # ── reading ─────────────────────────────────────────────────────────────────────────────────────
+
+    def find(
+        self, rows: Sequence[Tokens], pads: Sequence[int], copies: int, namespace: bytes, room: int = 0
+    ) -> Found | None:
+        """What is known of the rows of a batch, copied together; None when nothing is.
+
+        At least the last column is left to compute. Each row stands `copies` times. Where there is one row,
+        layers that keep all have place for `room` columns more than the batch has. Cost: one look-up a row,
+        and one copy of what was found, at memory speed."""
+        with self._alone():
+            columns = self._num_columns(rows, pads, namespace)
+            known = [max(0, columns - pad) for pad in pads]
+            if sum(known) == 0:
+                return None
+            slots: dict[str, list[npt.NDArray[np.int32]]] = {name: [] for name in self._pools}
+            for tokens, n in zip(rows, known, strict=True):
+                for name, ids in self._slots(tokens, n, columns, namespace).items():
+                    slots[name] += [ids] * copies
+            layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+            total = 0
+            for group in self.layout.paged_groups:
+                ids = np.concatenate(slots[group.name])
+                more = len(rows[0]) + pads[0] - columns + room if group.window is None else 0
+                read, size = self._gather(group, ids, len(rows) * copies, more)
+                layers |= read
+                total += size
+            return Found(columns, sum(known), layers, total)
+
+    def _num_columns(self, rows: Sequence[Tokens], pads: Sequence[int], namespace: bytes) -> int:
+        """Columns that all rows have. A hit is whole pages of one row; rows begin at different columns, so
+        that some are used up to the middle of a page: then windows are needed at the page below too."""
+
+        def hit(row: Tokens) -> int:
+            return int(self.manager.hit(row, namespace=namespace))
+
+        columns = min(pad + hit(row) for row, pad in zip(rows, pads, strict=True))
+        # Each time round there are fewer columns.
+        while True:
+            for row, pad in zip(rows, pads, strict=True):
+                n = columns - pad
+                ends = self._ends(n) if n > 0 and self._has_windows else []
+                short = [found for end in ends if (found := hit(row[: end + 1])) < min(end, n)]
+                if short:
+                    columns = pad + min(short)
+                    break
+            else:
+                return columns
+
+    def _slots(self, row: Tokens, n: int, columns: int, namespace: bytes) -> dict[str, npt.NDArray[np.int32]]:
+        """Where the first n tokens of a row lie, by group, −1 for padding before them: of a window the last
+        columns."""
+        admitted = [
+            self.manager.admit(row[: end + 1], namespace=namespace, reserve=0) for end in self._ends(n)
+        ]
+        slots = {}
+        for group in self.layout.paged_groups:
+            size = group.page_tokens
+            pages = np.zeros(max(1, -(-n // size)), np.int32)
+            for each in reversed(admitted):  # the longer one last
+                ids = self.manager.pages(each.row, group.name)[: pages.size]
+                pages[: ids.size] = np.where(ids > 0, ids, pages[: ids.size])
+            width = columns if group.window is None else min(columns, group.window - 1)
+            at = np.arange(columns - width, columns) - (columns - n)  # positions in the row
+            inside = np.maximum(at, 0)
+            place = pages[inside // size] * size + inside % size
+            slots[group.name] = np.where(at < 0, -1, place).astype(np.int32)
+        self._release([each.row for each in admitted])
+        return slots
+
+    def _ends(self, n: int) -> list[int]:
+        """Where a row is looked up so that n tokens of it can be read: the page that has the last of them,
+        and where windows have to be whole too, the one before. The longer first; none is 0."""
+        step = self.layout.resume_step
+        ends = {-(-n // step) * step, n // step * step if self._has_windows else 0}
+        return sorted(ends - {0}, reverse=True)
+
+    def _gather(
+        self, group: PagedGroup, slots: npt.NDArray[np.int32], num_rows: int, room: int
+    ) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], int]:
+        """Copies of the keys and values of all layers of a group: [rows, heads, columns, dim]."""
+        pool = self._pools[group.name]
+        shapes = [pool.k_shape] if pool.v_shape is None else [pool.k_shape, pool.v_shape]
+        columns = slots.size // num_rows
+        width = columns + room if num_rows == 1 else columns  # what is gathered lies together
+        outs = [
+            [torch.empty(num_rows, width, *shape, dtype=pool.dtype, device=self.device) for _ in group.layers]
+            for shape in shapes
+        ]
+        pool.gather(slots, *([out[:, :columns] for out in side] for side in outs))
+        found = {}
+        for number, layer in enumerate(group.layers):
+            sides = [side[number].transpose(1, 2) for side in outs]
+            kind = self.layout.layers[layer][0]
+            if isinstance(kind, LatentAttention):  # transformers has its two parts apart
+                sides = list(sides[0].split([part.shape[0] for part in kind.entry.parts], dim=-1))
+            found[layer] = (sides[0], sides[1])
+        return found, sum(out.nbytes for side in outs for out in side)
+
+    # ── writing ─────────────────────────────────────────────────────────────────────────────────────
+
+    def keep(self, row: Tokens, columns: Columns, namespace: bytes) -> int:
+        """Keeps whole pages of a row that are not known yet; how many tokens.
+
+        What is too long is kept as far as there is room. Cost: a look-up, and one copy of what is new."""
+        step = self.layout.resume_step
+        end = min(row.size, self.max_tokens) // step * step
+        if end == 0:
+            return 0
+        with self._alone():
+            # One more token than is looked for: the last one of a row is never a hit.
+            try:
+                admitted = self.manager.admit(
+                    np.append(row[:end], np.int32(0)), namespace=namespace, reserve=0
+                )
+            except CapacityError:
+                return 0
+            number, begin = admitted.row, admitted.hit
+            try:
+                while begin < end:
+                    n = min(self.chunk, end - begin)
+                    self.manager.reserve(number, n)
+                    if not self._write(number, begin, begin + n, columns):
+                        break
+                    self.manager.commit(number, row[begin : begin + n], [n])
+                    self._turn()
+                    begin += n
+            except CapacityError:
+                pass
+            finally:
+                self._release([number])
+            return begin - admitted.hit
+
+    def _write(self, number: int, begin: int, end: int, columns: Columns) -> bool:
+        """Writes tokens of a row into its pages, in all layers; False, and nothing, where some are gone."""
+        read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for group in self.layout.paged_groups:
+            for layer in group.layers:
+                found = columns(layer, begin, end)
+                if found is None:
+                    return False
+                if found[0].dtype != self._pools[group.name].dtype:
+                    raise ArgumentError(
+                        f"layer {layer} computes {found[0].dtype}, and its pool has the dtype of the model, "
+                        f"{self._pools[group.name].dtype}"
+                    )
+                read[layer] = found
+        at = np.arange(begin, end)
+        for group in self.layout.paged_groups:
+            pool, size = self._pools[group.name], group.page_tokens
+            pages = self.manager.pages(number, group.name)
+            slots = torch.from_numpy((pages[at // size] * size + at % size).astype(np.int32))
+            slots = slots.to(self.device, non_blocking=True)
+            for index, layer in enumerate(group.layers):
+                keys, values = (side.transpose(0, 1) for side in read[layer])
+                if pool.v_shape is None:
+                    pool.store(index, slots, torch.cat([keys, values], dim=-1), None)
+                else:
+                    pool.store(index, slots, keys, values)
+        return True
+
+    def _release(self, rows: list[int]) -> None:
+        self.manager.release(rows)
+        self._turn()
+
+    def _turn(self) -> None:
+        """Ends a step. Work on the pools is in the order of one stream, so that its fence has passed."""
+        self.manager.pass_fence(self.manager.take_delta().step)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other thread works here, no row runs, and work of this stream begins behind that of the last
+        one."""
+        with self._lock:
+            held = self.manager.stats()
+            if held.rows or held.waiting_rows:  # a call was interrupted between two lines
+                self._release([row for row in (1, 2) if self._is_running(row)])
+            if self.device.type != "cuda":
+                yield
+                return
+            stream = torch.cuda.current_stream(self.device)
+            if self._last is None or self._last[0] != stream:
+                if self._last is not None:
+                    stream.wait_event(self._last[1])
+                for pool in self._pools.values():  # they may go while a copy of them is still under way
+                    for buffer in (*pool.k_buffer, *pool.v_buffer):
+                        buffer.record_stream(stream)
+            try:
+                yield
+            finally:
+                event = torch.cuda.Event()
+                event.record(stream)
+                self._last = stream, event
+
+    def _is_running(self, row: int) -> bool:
+        try:
+            self.manager.reserved(row)
+        except NotHeldError:
+            return False
+        return True
+
+    # ── the whole ───────────────────────────────────────────────────────────────────────────────────
+
+    def clear(self) -> None:
+        """Forgets everything; the pools stay. O(pages)."""
+        with self._lock:
+            self.manager.reset()
+
+    def check(self) -> None:
+        """Verifies manager and pools, and that nothing runs between calls. Errors: InvariantError."""
+        with self._lock:
+            self.manager.check()
+            for pool in self._pools.values():
+                pool.check()

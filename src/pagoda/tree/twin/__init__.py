@@ -1,9 +1,0 @@
-"""`PrefixTree` in plain Python, the oracle of its tests: the same calls, errors, nodes, order and events.
-
-Written to be read, not to be fast. Nothing outside the tests imports it.
-"""
-
-from pagoda.tree.twin.tree import PrefixTwin
-from pagoda.tree.twin.values import Freed, Inserted, Lease, Match
-
-__all__ = ["Freed", "Inserted", "Lease", "Match", "PrefixTwin"]
