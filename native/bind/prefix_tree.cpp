@@ -167,7 +167,7 @@ nb::object tuple_of(const std::vector<nb::object>& arrays) {
 template <typename Plan>
 nb::object remove(Tree& self, Plan plan) {
   auto [object, made] = make<FreedIds>();
-  PrefixTree::Removal removal = std::move(self.spare);
+  PrefixTree::Removal& removal = self.removal;
   plan(removal);
   std::vector<nb::object> arrays;
   std::vector<int32_t*> data;
@@ -183,7 +183,6 @@ nb::object remove(Tree& self, Plan plan) {
     made->state_ids = std::move(ids.array);
   }
   self.core.carry_out(removal, data, states);
-  self.spare = std::move(removal);
   made->page_ids = arrays[0];
   if (arrays.size() > 1) made->columns = tuple_of(arrays);
   deliver(self);

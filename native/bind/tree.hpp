@@ -42,8 +42,8 @@ struct Tree : Listeners {
     id = next++;
   }
   PrefixTree core;
-  PrefixTree::Removal spare;  // for the next removal: it has memory already
-  int64_t id;                 // tells a match of another tree
+  PrefixTree::Removal removal;  // scratch of one call: it has memory already
+  int64_t id;                   // tells a match of another tree
 };
 
 // ── what the tree's calls return ────────────────────────────────────────────────────────────────────

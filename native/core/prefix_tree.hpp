@@ -355,6 +355,7 @@ class PrefixTree {
   bool grows_in_place(const Insertion& job) const;
   void fill(const Insertion& job);
   void store(Insertion& job, bool grows);
+  void store_keys(const Insertion& job, const Run& run);
   void add_checkpoints(const Insertion& job);
   // Moves the lease, renews what was used; how far the sequence is usable now.
   int64_t settle(const Insertion& job);

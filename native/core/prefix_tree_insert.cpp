@@ -58,7 +58,7 @@ void PrefixTree::find_checkpoints(Insertion& job, const std::vector<Checkpoint>&
   }
 }
 
-void PrefixTree::write_news(Insertion& job) const {
+__attribute__((noinline)) void PrefixTree::write_news(Insertion& job) const {
   const uint64_t before = job.from < 0 ? key_of_bytes(job.sequence.space) : key_at(job.at.node, job.present);
   job.keys.resize(static_cast<size_t>(math_.page(job.added())));
   make_keys(before, job.entries + (job.present - job.base), math_.page(job.added()), job.keys.data());
@@ -103,6 +103,16 @@ void PrefixTree::fill(const Insertion& job) {
   }
 }
 
+// Apart from `store`, which is as short as it can be where nobody listens.
+__attribute__((noinline)) void PrefixTree::store_keys(const Insertion& job, const Run& run) {
+  const uint64_t* keys = job.keys.data();
+  const int64_t end = math_.page(run.length);
+  runs_.for_places(run, end - math_.page(job.added()), end, [&](int32_t, int64_t place, int64_t n) {
+    std::copy(keys, keys + n, runs_.keys_at(place));
+    keys += n;
+  });
+}
+
 void PrefixTree::store(Insertion& job, bool grows) {
   int32_t node = job.at.node;
   if (!grows) {
@@ -114,14 +124,7 @@ void PrefixTree::store(Insertion& job, bool grows) {
   runs_.append(nodes_[node].run, entries, new_ids_, added);
   if (!set_of_.empty())
     note_places(node, math_.page(nodes_[node].run.length - added), math_.page(nodes_[node].run.length));
-  if (is_listened_) {
-    const uint64_t* keys = job.keys.data();
-    const int64_t end = math_.page(nodes_[node].run.length);
-    runs_.for_places(nodes_[node].run, end - math_.page(added), end, [&](int32_t, int64_t place, int64_t n) {
-      std::copy(keys, keys + n, runs_.keys_at(place));
-      keys += n;
-    });
-  }
+  if (is_listened_) store_keys(job, nodes_[node].run);
   if (!extra_keys_.empty()) extra_keys_.add(entries, added);
   tokens_.total += added;
   if (nodes_[node].locks > 0) tokens_.locked += added;
@@ -268,7 +271,7 @@ Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& co
   if (job.added() > 0) store(job, grows);
   add_checkpoints(job);
   result.length = settle(job);
-  tell(job.news);
+  if (is_listened_) tell(job.news);
   return result;
 }
 
