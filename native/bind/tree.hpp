@@ -98,7 +98,10 @@ void release_lease(Tree& tree, HeldLease& lease);
 void bind_tree_values(nb::module_& m);
 
 // Hands the events of a call that is done to the listeners. Their exceptions are reported, not raised.
-void deliver(PrefixTree& core, Listeners& to);
+void deliver_events(PrefixTree& core, Listeners& to);
+inline void deliver(PrefixTree& core, Listeners& to) {
+  if (core.has_events()) deliver_events(core, to);
+}
 inline void deliver(Tree& tree) { deliver(tree.core, tree); }
 // Who begins to listen is told first all that can be found.
 void listen(PrefixTree& core, Listeners& to, nb::handle listener);

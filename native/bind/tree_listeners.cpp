@@ -62,8 +62,7 @@ void deliver_news(Listeners& to) {
 
 }  // namespace
 
-void deliver(PrefixTree& core, Listeners& to) {
-  if (!core.has_events()) return;
+void deliver_events(PrefixTree& core, Listeners& to) {
   take_events(core, to);
   deliver_news(to);
 }

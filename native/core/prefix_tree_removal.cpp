@@ -169,7 +169,7 @@ void PrefixTree::apply(const Cut& cut) {
 }
 
 void PrefixTree::carry_out(Removal& plan, const std::vector<int32_t*>& columns, int32_t* states) {
-  events_.reserve(events_.size() + plan.news_.size());
+  if (!plan.news_.empty()) events_.reserve(events_.size() + plan.news_.size());
   const std::vector<Cut>& cuts = plan.cuts_;
   for (size_t c = 0; c < columns.size(); ++c) {
     int32_t* out = columns[c];
@@ -202,7 +202,7 @@ void PrefixTree::carry_out(Removal& plan, const std::vector<int32_t*>& columns, 
     --root.locks;
     free_root_if_empty(plan.dropped_);
   }
-  tell(plan.news_);
+  if (!plan.news_.empty()) tell(plan.news_);
 }
 
 void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<std::vector<int32_t>>& freed) {
