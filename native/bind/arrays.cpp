@@ -90,6 +90,7 @@ void init_arrays() {
 }
 
 NewArray<int32_t> new_int32(int64_t size) { return new_array<int32_t>(size, NPY_INT32); }
+NewArray<uint64_t> new_uint64(int64_t size) { return new_array<uint64_t>(size, NPY_UINT64); }
 NewArray<int64_t> new_int64(int64_t size) { return new_array<int64_t>(size, NPY_INT64); }
 
 nb::object view_int32(nb::handle owner, int32_t* data, int64_t size) {

@@ -91,6 +91,7 @@ struct NewArray {
   T* data;
 };
 NewArray<int32_t> new_int32(int64_t size);
+NewArray<uint64_t> new_uint64(int64_t size);
 NewArray<int64_t> new_int64(int64_t size);
 
 // An array over memory of `owner`, which lives as long as the array.

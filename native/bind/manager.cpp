@@ -220,6 +220,7 @@ void rollback(Managed& self, nb::handle rows, nb::handle n) {
 void release(Managed& self, nb::handle rows) {
   RowsArgument which(rows);
   self.core.release(which.borrow());
+  deliver(self.core.tree(), self);
 }
 
 nb::object fork(Managed& self, nb::handle row, nb::handle n) {
@@ -267,6 +268,7 @@ nb::object plan(Managed& self, nb::handle rows, nb::handle counts) {
 
 void pass_fence(Managed& self, nb::handle step) {
   self.core.pass_fence(to_int(step, "step", 0, std::numeric_limits<int64_t>::max() / 2));
+  deliver(self.core.tree(), self);
 }
 
 // ── looking ─────────────────────────────────────────────────────────────────────────────────────────

@@ -167,21 +167,22 @@ nb::object tuple_of(const std::vector<nb::object>& arrays) {
 template <typename Plan>
 nb::object remove(Tree& self, Plan plan) {
   auto [object, made] = make<FreedIds>();
-  const PrefixTree::Sizes& sizes = plan();
+  PrefixTree::Removal& removal = self.removal;
+  plan(removal);
   std::vector<nb::object> arrays;
   std::vector<int32_t*> data;
-  for (int64_t size : sizes.columns) {
+  for (int64_t size : removal.columns()) {
     auto ids = new_int32(size);
     data.push_back(ids.data);
     arrays.push_back(std::move(ids.array));
   }
   int32_t* states = nullptr;
   if (self.core.has_states()) {
-    auto ids = new_int32(sizes.states);
+    auto ids = new_int32(removal.states());
     states = ids.data;
     made->state_ids = std::move(ids.array);
   }
-  self.core.carry_out(data, states);
+  self.core.carry_out(removal, data, states);
   made->page_ids = arrays[0];
   if (arrays.size() > 1) made->columns = tuple_of(arrays);
   deliver(self);
@@ -191,25 +192,27 @@ nb::object remove(Tree& self, Plan plan) {
 nb::object evict(Tree& self, nb::handle n, nb::handle column) {
   const int64_t tokens = to_int(n, "n", 0, kMaxCount);
   const int which = to_column(self, column);
-  return remove(self, [&]() -> const auto& { return self.core.plan_evict(tokens, which); });
+  return remove(self, [&](auto& plan) { self.core.plan_evict(tokens, which, plan); });
 }
 
 nb::object evict_states(Tree& self, nb::handle n) {
   if (!self.core.has_states()) throw BadArgument("this tree was made without states");
   const int64_t states = to_int(n, "n", 0, kMaxCount);
-  return remove(self, [&]() -> const auto& { return self.core.plan_evict_states(states); });
+  return remove(self, [&](auto& plan) { self.core.plan_evict_states(states, plan); });
 }
 
 nb::object drop(Tree& self, nb::handle space) {
   const std::string_view name = to_space(space);
-  return remove(self, [&]() -> const auto& { return self.core.plan_drop(name); });
+  return remove(self, [&](auto& plan) { self.core.plan_drop(name, plan); });
 }
 
 nb::object punch(Tree& self, nb::handle lease, nb::handle column, nb::handle end) {
   const int which = to_column(self, column);
   const int64_t until = to_int(end, "end", 0, kMaxCount);
-  auto ids = new_int32(self.core.plan_punch(to_held_lease(self, lease).id, which, until));
-  self.core.carry_out_punch(ids.data);
+  PrefixTree::Punch plan;
+  self.core.plan_punch(to_held_lease(self, lease).id, which, until, plan);
+  auto ids = new_int32(plan.num_pages());
+  self.core.carry_out(plan, ids.data);
   deliver(self);
   return ids.array;
 }
@@ -218,15 +221,16 @@ nb::object replace(Tree& self, nb::handle tokens, nb::handle page_ids, nb::handl
   SequenceArgument sequence(tokens, space, extra_keys);
   ColumnsArgument columns(page_ids, self.core.num_columns());
   const std::vector<Ids> ids = columns.borrow();
-  const int64_t pages = self.core.plan_replace(sequence.borrow(), ids);
+  PrefixTree::Replacement plan;
+  self.core.plan_replace(sequence.borrow(), ids, plan);
   std::vector<nb::object> old;
   std::vector<int32_t*> data;
   for (int c = 0; c < self.core.num_columns(); ++c) {
-    auto array = new_int32(pages);
+    auto array = new_int32(plan.num_pages());
     data.push_back(array.data);
     old.push_back(std::move(array.array));
   }
-  self.core.carry_out_replace(ids, data);
+  self.core.carry_out(plan, ids, data);
   nb::object result = tuple_of(old);
   deliver(self);
   return result;
@@ -394,8 +398,13 @@ The caller owns the ids it returns. Cost: its runs. Errors: ArgumentError.)")
       .def("namespaces", &namespaces, nb::sig("def namespaces(self) -> list[bytes]"),
            "Namespaces that have pages or leases, sorted. Cost: their number.")
       .def(
-          "reset", [](Tree& self) { self.core.reset(); }, nb::sig("def reset(self) -> None"),
-          "Forgets everything, leases included; all ids are the caller's. Cost O(nodes). Tells no listener.")
+          "reset",
+          [](Tree& self) {
+            self.core.reset();
+            deliver(self);
+          },
+          nb::sig("def reset(self) -> None"),
+          "Forgets everything, leases included; all ids are the caller's. Cost O(nodes).")
       .def(
           "counts", [](const Tree& self) { return tree_counts(self.core); }, nb::sig("def counts(self) -> TreeCounts"),
           "What it holds, kept up to date. O(columns).")
@@ -405,15 +414,16 @@ The caller owns the ids it returns. Cost: its runs. Errors: ArgumentError.)")
       .def(
           "listen", [](Tree& self, nb::handle listener) { listen(self.core, self, listener); },
           nb::arg("listener").none(),
-          nb::sig("def listen(self, listener: Callable[[Stored | Removed], object]) -> None"),
+          nb::sig("def listen(self, listener: Callable[[Stored | Removed | Reset], object]) -> None"),
           R"(From now on this callable gets every event, in order, when the call that made it is done.
 
-O(1); calls then cost a copy of what they store or remove. What a listener raises goes to
-sys.unraisablehook. Errors: ArgumentError.)")
+First it is told everything that can be found now, as Stored events; the cost is a copy of it. Later calls
+cost a copy of what they store or remove. What a listener raises goes to sys.unraisablehook.
+Errors: ArgumentError.)")
       .def(
           "unlisten", [](Tree& self, nb::handle listener) { unlisten(self.core, self, listener); },
           nb::arg("listener").none(),
-          nb::sig("def unlisten(self, listener: Callable[[Stored | Removed], object]) -> None"),
+          nb::sig("def unlisten(self, listener: Callable[[Stored | Removed | Reset], object]) -> None"),
           "Ends what `listen` began. O(listeners). Errors: ArgumentError when it does not listen.")
       .def(
           "nodes",

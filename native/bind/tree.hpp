@@ -14,10 +14,23 @@
 
 namespace pagoda::bind {
 
-// Who listens to a tree.
+// Who listens to a tree, since which of its events.
+struct Listener {
+  nb::object call;
+  int64_t since;
+};
+
+// An event that was not delivered yet: to all who listened by then, or to the one that listens since `only`.
+struct News {
+  TreeEvent event;
+  int64_t number;
+  int64_t only;  // 0: all
+};
+
 struct Listeners {
-  std::vector<nb::object> listeners;
-  std::deque<TreeEvent> news;  // not delivered yet
+  std::vector<Listener> listeners;
+  std::deque<News> news;
+  int64_t next_number = 1;  // of events and listeners
   bool is_delivering = false;
 };
 
@@ -29,7 +42,8 @@ struct Tree : Listeners {
     id = next++;
   }
   PrefixTree core;
-  int64_t id;  // tells a match of another tree
+  PrefixTree::Removal removal;  // scratch of one call: it has memory already
+  int64_t id;                   // tells a match of another tree
 };
 
 // ── what the tree's calls return ────────────────────────────────────────────────────────────────────
@@ -84,8 +98,12 @@ void release_lease(Tree& tree, HeldLease& lease);
 void bind_tree_values(nb::module_& m);
 
 // Hands the events of a call that is done to the listeners. Their exceptions are reported, not raised.
-void deliver(PrefixTree& core, Listeners& to);
+void deliver_events(PrefixTree& core, Listeners& to);
+inline void deliver(PrefixTree& core, Listeners& to) {
+  if (core.has_events()) deliver_events(core, to);
+}
 inline void deliver(Tree& tree) { deliver(tree.core, tree); }
+// Who begins to listen is told first all that can be found.
 void listen(PrefixTree& core, Listeners& to, nb::handle listener);
 void unlisten(PrefixTree& core, Listeners& to, nb::handle listener);
 
@@ -94,14 +112,14 @@ template <typename T>
 int traverse_listeners(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   if (!nb::inst_ready(self)) return 0;
-  for (const nb::object& listener : nb::inst_ptr<T>(self)->listeners) Py_VISIT(listener.ptr());
+  for (const Listener& listener : nb::inst_ptr<T>(self)->listeners) Py_VISIT(listener.call.ptr());
   return 0;
 }
 
 template <typename T>
 int clear_listeners(PyObject* self) {
   if (nb::inst_ready(self)) {
-    std::vector<nb::object> listeners;
+    std::vector<Listener> listeners;
     listeners.swap(nb::inst_ptr<T>(self)->listeners);
   }
   return 0;
@@ -149,5 +167,6 @@ std::vector<nb::object> to_items(nb::handle value, const char* name, const char*
 nb::object to_array(const std::vector<int32_t>& entries);
 nb::object to_tuple(const std::vector<std::vector<int32_t>>& columns);
 nb::object to_tuple(const std::vector<Checkpoint>& checkpoints);
+nb::object to_tuple(const std::vector<KeyRange>& ranges);
 
 }  // namespace pagoda::bind

@@ -126,4 +126,12 @@ nb::object to_tuple(const std::vector<Checkpoint>& checkpoints) {
   return nb::tuple(pairs);
 }
 
+nb::object to_tuple(const std::vector<KeyRange>& ranges) {
+  nb::list all;
+  for (const KeyRange& range : ranges) {
+    all.append(nb::make_tuple(range.begin, range.end, nb::bytes(range.key.data(), range.key.size())));
+  }
+  return nb::tuple(all);
+}
+
 }  // namespace pagoda::bind

@@ -8,10 +8,13 @@ namespace {
 
 nb::object to_python(const TreeEvent& event) {
   nb::object values = nb::module_::import_("pagoda.tree._values");
+  if (event.kind == EventKind::kReset) return values.attr("Reset")();
+  auto keys = new_uint64(static_cast<int64_t>(event.keys.size()));
+  std::copy(event.keys.begin(), event.keys.end(), keys.data);
   nb::object parent = event.position == 0 ? nb::none() : nb::object(nb::int_(event.parent));
-  return values.attr(event.is_stored ? "Stored" : "Removed")(nb::bytes(event.space.data(), event.space.size()),
-                                                             event.position, parent, to_array(event.tokens),
-                                                             to_tuple(event.columns), to_tuple(event.states));
+  return values.attr(event.kind == EventKind::kStored ? "Stored" : "Removed")(
+      nb::bytes(event.space.data(), event.space.size()), event.position, parent, keys.array, to_array(event.tokens),
+      to_tuple(event.ranges), to_tuple(event.columns), to_tuple(event.states), event.ids_only);
 }
 
 // What a listener raises concerns neither the call nor the other listeners. True for Ctrl-C.
@@ -24,11 +27,11 @@ bool report(nb::handle listener) {
   return true;
 }
 
-}  // namespace
+void take_events(PrefixTree& core, Listeners& to) {
+  for (TreeEvent& event : core.take_events()) to.news.push_back({std::move(event), to.next_number++, 0});
+}
 
-void deliver(PrefixTree& core, Listeners& to) {
-  if (!core.has_events()) return;
-  for (TreeEvent& event : core.take_events()) to.news.push_back(std::move(event));
+void deliver_news(Listeners& to) {
   if (to.is_delivering) return;  // a listener called: whoever delivers goes on with these
   struct Delivery {
     Listeners& to;
@@ -37,39 +40,59 @@ void deliver(PrefixTree& core, Listeners& to) {
   to.is_delivering = true;
   bool is_interrupted = false;
   while (!to.news.empty()) {
-    const TreeEvent event = std::move(to.news.front());
+    const News news = std::move(to.news.front());
     to.news.pop_front();
-    const std::vector<nb::object> listeners = to.listeners;
+    const std::vector<Listener> listeners = to.listeners;
     nb::object told;
     try {
-      told = to_python(event);
+      told = to_python(news.event);
     } catch (nb::python_error& failure) {
       failure.restore();
       is_interrupted |= report(nb::none());
       continue;
     }
-    for (const nb::object& listener : listeners) {
-      if (!nb::steal(PyObject_CallOneArg(listener.ptr(), told.ptr())).is_valid()) is_interrupted |= report(listener);
+    for (const Listener& listener : listeners) {
+      if (news.only == 0 ? news.number < listener.since : news.only != listener.since) continue;
+      const nb::object done = nb::steal(PyObject_CallOneArg(listener.call.ptr(), told.ptr()));
+      if (!done.is_valid()) is_interrupted |= report(listener.call);
     }
   }
   if (is_interrupted) PyErr_SetInterrupt();  // raised again now that the call is done and everybody was told
 }
 
+}  // namespace
+
+void deliver_events(PrefixTree& core, Listeners& to) {
+  take_events(core, to);
+  deliver_news(to);
+}
+
 void listen(PrefixTree& core, Listeners& to, nb::handle listener) {
   if (!PyCallable_Check(listener.ptr())) throw BadArgument("listener: give a callable that takes an event");
-  to.listeners.push_back(nb::borrow(listener));
   core.listen(true);
+  std::vector<TreeEvent> all;
+  try {
+    all = core.retell();
+    to.listeners.push_back({nb::borrow(listener), 0});
+  } catch (...) {
+    core.listen(!to.listeners.empty());
+    throw;
+  }
+  take_events(core, to);  // what came before
+  const int64_t since = to.listeners.back().since = to.next_number++;
+  for (TreeEvent& event : all) to.news.push_back({std::move(event), since, since});
+  deliver_news(to);
 }
 
 void unlisten(PrefixTree& core, Listeners& to, nb::handle listener) {
   // Comparing runs Python: it sees a copy.
-  const std::vector<nb::object> listeners = to.listeners;
-  for (const nb::object& each : listeners) {
-    if (!each.is(listener) && !each.equal(listener)) continue;
-    const auto it =
-        std::find_if(to.listeners.begin(), to.listeners.end(), [&](const nb::object& other) { return other.is(each); });
+  const std::vector<Listener> listeners = to.listeners;
+  for (const Listener& each : listeners) {
+    if (!each.call.is(listener) && !each.call.equal(listener)) continue;
+    const auto it = std::find_if(to.listeners.begin(), to.listeners.end(),
+                                 [&](const Listener& other) { return other.since == each.since; });
     if (it == to.listeners.end()) break;
-    const nb::object gone = *it;
+    const Listener gone = *it;
     to.listeners.erase(it);
     core.listen(!to.listeners.empty());
     return;

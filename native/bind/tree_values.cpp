@@ -212,7 +212,7 @@ nb::list list_nodes(const PrefixTree& core, nb::handle max_nodes, nb::handle max
     if (node.space != last) last_name = nb::bytes((last = node.space)->data(), node.space->size());
     views.append(view(node.number, parent, last_name, node.is_dropped, node.level, node.begin, node.end,
                       to_array(node.tokens), to_tuple(node.columns), node.num_children, node.leases, node.used,
-                      to_tuple(node.checkpoints)));
+                      to_tuple(node.checkpoints), node.is_lost));
   }
   return views;
 }

@@ -8,60 +8,44 @@
 #include <cstdint>
 
 #include "core/grow_array.hpp"
+#include "core/intrusive_list.hpp"
 
 namespace pagoda {
 
-// Least recently used, as a linked list. Paths are used deepest node first, which keeps a child
-// before its parent.
+// Least recently used. Paths are used deepest node first, which keeps a child before its parent.
 class LeastRecentlyUsed {
  public:
   // Room for nodes 0 ... n - 1.
   void reserve(int64_t n) {
-    links_.reserve(n);
-    if (n > links_.size()) links_.extend(n - links_.size());
+    auto& links = list_.links();
+    links.reserve(n);
+    if (n > links.size()) links.extend(n - links.size());
   }
-  void commit(int64_t n) { links_.commit(n); }
-  void expect(int64_t n) { links_.reserve(n); }
+  void commit(int64_t n) { list_.links().commit(n); }
+  void expect(int64_t n) { list_.links().reserve(n); }
 
   // Used just now: the hottest. The node is not listed.
-  void add(int32_t node) { link(node, hottest_, -1); }
+  void add(int32_t node) { list_.add_last(node); }
   // The coldest. The node is not listed.
-  void add_coldest(int32_t node) { link(node, -1, coldest_); }
+  void add_coldest(int32_t node) { list_.add_first(node); }
   // Right behind a listed node that is below it.
-  void add_upper(int32_t upper, int32_t lower) { link(upper, lower, links_[lower].hotter); }
+  void add_upper(int32_t upper, int32_t lower) { list_.insert_after(upper, lower); }
   // Protected, or gone.
-  void remove(int32_t node) {
-    const Links at = links_[node];
-    (at.colder < 0 ? coldest_ : links_[at.colder].hotter) = at.hotter;
-    (at.hotter < 0 ? hottest_ : links_[at.hotter].colder) = at.colder;
-  }
+  void remove(int32_t node) { list_.remove(node); }
 
   // The first, and the one after a node; -1 when there is none.
-  int32_t coldest() const { return coldest_; }
-  int32_t after(int32_t node) const { return links_[node].hotter; }
+  int32_t coldest() const { return list_.first(); }
+  int32_t after(int32_t node) const { return list_.next(node); }
 
-  void prefetch(int32_t node) const { __builtin_prefetch(&links_[node]); }
+  void prefetch(int32_t node) const { list_.prefetch(node); }
 
   void clear() {
-    links_.clear();
-    coldest_ = hottest_ = -1;
+    list_.links().clear();
+    list_.clear();
   }
 
  private:
-  struct Links {
-    int32_t colder;
-    int32_t hotter;
-  };
-
-  void link(int32_t node, int32_t colder, int32_t hotter) {
-    links_[node] = {colder, hotter};
-    (colder < 0 ? coldest_ : links_[colder].hotter) = node;
-    (hotter < 0 ? hottest_ : links_[hotter].colder) = node;
-  }
-
-  GrowArray<Links> links_;
-  int32_t coldest_ = -1;
-  int32_t hottest_ = -1;
+  IntrusiveList<GrowArray<ListLink>> list_;
 };
 
 }  // namespace pagoda

@@ -39,8 +39,11 @@ std::vector<int32_t> ExtraKeys::make(const int32_t* tokens, int64_t n, int64_t b
   std::vector<int32_t> entries(tokens, tokens + n);
   for (const KeyRange& range : ranges) {
     if (range.end <= base || range.begin >= base + n) continue;
-    const auto [at, is_new] = ranges_.try_emplace({range.key, range.begin}, Range{next_range_, 0});
-    if (is_new) ++next_range_;
+    const auto [at, is_new] = ranges_.try_emplace({range.key, range.begin}, Range{next_range_, 0, 0});
+    if (is_new) {
+      ++next_range_;
+      at->second.key = key_of_bytes(range.key);
+    }
     try {
       cover(entries, base, range, [&, at = at](int32_t token) {
         const auto it = entries_.find(identity(at->second.number, token));
@@ -84,6 +87,22 @@ void ExtraKeys::forget(int32_t entry) {
 
 void ExtraKeys::forget_if_empty(Ranges::iterator range) {
   if (range->second.num_entries == 0) ranges_.erase(range);
+}
+
+std::vector<KeyRange> ExtraKeys::ranges(const int32_t* entries, int64_t n, int64_t position) const {
+  std::vector<KeyRange> found;
+  const Range* last = nullptr;
+  for (int64_t i = 0; i < n; ++i) {
+    const Range* range = nullptr;
+    if (entries[i] < 0) {
+      const Ranges::iterator at = use_of(entries[i]).range;
+      range = &at->second;
+      if (range != last) found.push_back({at->first.second, position + i, at->first.first});
+      found.back().end = position + i + 1;
+    }
+    last = range;
+  }
+  return found;
 }
 
 void ExtraKeys::tidy() {

@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/content_key.hpp"
+
 namespace pagoda {
 
 struct KeyRange {
@@ -42,6 +44,15 @@ class ExtraKeys {
 
   // The token behind an entry of a run.
   int32_t token(int32_t entry) const { return entry >= 0 ? entry : use_of(entry).token; }
+  // The key of a token's contents, behind those with this key.
+  uint64_t absorb_entry(uint64_t key, int32_t entry) const {
+    if (entry >= 0) return absorb(key, static_cast<uint64_t>(entry));
+    const Use& use = use_of(entry);
+    const uint64_t token = (uint64_t{1} << 32) + static_cast<uint64_t>(use.token);
+    return absorb(absorb(absorb(key, token), static_cast<uint64_t>(use.range->first.second)), use.range->second.key);
+  }
+  // The ranges over n entries, which stand at `position`: each with the begin it was given, and as far as it goes here.
+  std::vector<KeyRange> ranges(const int32_t* entries, int64_t n, int64_t position) const;
   // Of two entries under keys with the same token: by key, then by where it begins.
   bool is_less(int32_t a, int32_t b) const { return use_of(a).range->first < use_of(b).range->first; }
 
@@ -55,6 +66,7 @@ class ExtraKeys {
   struct Range {
     int32_t number;
     int64_t num_entries;
+    uint64_t key;  // of the bytes of the extra key
   };
   using Ranges = std::map<std::pair<std::string, int64_t>, Range>;  // (key, begin)
   struct Use {

@@ -1,10 +1,12 @@
-// What waits for fences. Something given while step s is planned waits for the fence of s, or for the one before:
-// of each kind the fences never fall, so that each is a queue, and nothing is ever sorted.
+// What waits for fences. In: items, each with the fence it waits for; out: those whose fence has passed, by fence, and
+// those of one fence in the order pushed.
+//
+// A step pushes and passes without asking for memory: what one fence leaves behind is used for a later one.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
+#include <map>
 #include <utility>
 #include <vector>
 
@@ -13,72 +15,106 @@ namespace pagoda {
 template <typename T>
 class FenceQueue {
  public:
-  // Room for n more of a kind. is_late: they wait for the fence of the step being planned.
-  void reserve(int64_t n, bool is_late) { (is_late ? late_ : early_).reserve(static_cast<size_t>(n)); }
-
-  // There is room.
-  void push(int64_t fence, bool is_late, const T& it) { (is_late ? late_ : early_).items.emplace_back(fence, it); }
-
-  // Takes out what waits for this fence or an earlier one: by fence, of one fence what was pushed first. `each` pushes
-  // nothing.
-  template <typename Each>
-  void pass(int64_t fence, Each each) {
-    // Of one fence, what is late was pushed a step before the other.
-    while (std::min(early_.next(), late_.next()) <= fence) {
-      if (late_.next() <= early_.next()) {
-        late_.pass(std::min(fence, early_.next()), each);
-      } else {
-        early_.pass(std::min(fence, late_.next() - 1), each);
-      }
-    }
+  // Room for n more items of a fence: pushing them does not fail.
+  void reserve(int64_t n, int64_t fence) {
+    if (n == 0) return;
+    std::vector<T>& items = items_of(fence);
+    const size_t all = items.size() + static_cast<size_t>(n);
+    if (all > items.capacity()) items.reserve(std::max(all, 2 * items.capacity()));
   }
 
+  void push(int64_t fence, const T& item) {
+    items_of(fence).push_back(item);
+    ++size_;
+  }
+  void push(int64_t fence, const T* items, int64_t n) {
+    if (n == 0) return;
+    std::vector<T>& all = items_of(fence);
+    all.insert(all.end(), items, items + n);
+    size_ += n;
+  }
+
+  // Takes out what waits for this fence or an earlier one, calling each(item), which pushes nothing. → how many.
+  template <typename Each>
+  int64_t pass(int64_t fence, Each each) {
+    int64_t n = 0;
+    while (!fences_.empty() && fences_.begin()->first <= fence) n += take(fences_.begin(), each);
+    return n;
+  }
+
+  // Takes out what waits for exactly this fence. → how many.
+  template <typename Each>
+  int64_t recall(int64_t fence, Each each) {
+    const auto at = fences_.find(fence);
+    return at == fences_.end() ? 0 : take(at, each);
+  }
+
+  // Calls each(fence, item) for all that waits.
   template <typename Each>
   void for_each(Each each) const {
-    for (const Queue* queue : {&early_, &late_}) {
-      for (size_t i = queue->head; i < queue->items.size(); ++i) each(queue->items[i].first, queue->items[i].second);
+    for (const auto& [fence, items] : fences_) {
+      for (const T& item : items) each(fence, item);
     }
   }
 
-  int64_t size() const { return early_.size() + late_.size(); }
+  int64_t size() const { return size_; }
 
   void clear() {
-    early_.clear();
-    late_.clear();
+    fences_.clear();
+    last_ = fences_.end();
+    size_ = 0;
+  }
+
+  FenceQueue() : last_(fences_.end()) {}
+  FenceQueue(FenceQueue&& other) noexcept : FenceQueue() { swap(other); }
+  FenceQueue& operator=(FenceQueue&& other) noexcept {
+    swap(other);
+    return *this;
   }
 
  private:
-  struct Queue {
-    std::vector<std::pair<int64_t, T>> items;  // those before `head` are gone
-    size_t head = 0;
+  using Map = std::map<int64_t, std::vector<T>>;
+  static constexpr size_t kMostSpare = 4096;
 
-    void reserve(size_t n) {
-      if (items.size() + n <= items.capacity()) return;
-      // Where half of it is gone, the rest moves up; else it grows.
-      if (2 * head < items.size() || items.size() - head + n > items.capacity()) {
-        items.reserve(std::max(items.size() + n, 2 * items.capacity()));
-        return;
-      }
-      items.erase(items.begin(), items.begin() + static_cast<std::ptrdiff_t>(head));
-      head = 0;
+  std::vector<T>& items_of(int64_t fence) {
+    if (last_ != fences_.end() && last_->first == fence) return last_->second;
+    const auto at = fences_.lower_bound(fence);
+    if (at != fences_.end() && at->first == fence) {
+      last_ = at;
+    } else if (!spare_) {
+      last_ = fences_.try_emplace(at, fence);
+    } else {
+      spare_.key() = fence;
+      last_ = fences_.insert(at, std::move(spare_));
     }
-    // The fence that passes next.
-    int64_t next() const { return head < items.size() ? items[head].first : std::numeric_limits<int64_t>::max(); }
-    template <typename Each>
-    void pass(int64_t fence, Each each) {
-      const std::pair<int64_t, T>*it = items.data() + head, *end = items.data() + items.size();
-      for (; it != end && it->first <= fence; ++it) each(it->second);
-      head = static_cast<size_t>(it - items.data());
-      if (it == end) clear();
-    }
-    int64_t size() const { return static_cast<int64_t>(items.size() - head); }
-    void clear() {
-      items.clear();
-      head = 0;
-    }
-  };
+    return last_->second;
+  }
 
-  Queue early_, late_;
+  template <typename Each>
+  int64_t take(typename Map::iterator at, Each each) {
+    for (const T& item : at->second) each(item);
+    const int64_t n = static_cast<int64_t>(at->second.size());
+    size_ -= n;
+    if (last_ == at) last_ = fences_.end();
+    auto taken = fences_.extract(at);
+    if (spare_ || taken.mapped().capacity() > kMostSpare) return n;
+    taken.mapped().clear();
+    spare_ = std::move(taken);
+    return n;
+  }
+
+  void swap(FenceQueue& other) {
+    fences_.swap(other.fences_);
+    std::swap(spare_, other.spare_);
+    std::swap(size_, other.size_);
+    last_ = fences_.end();
+    other.last_ = other.fences_.end();
+  }
+
+  Map fences_;
+  typename Map::iterator last_;  // where something was pushed last
+  typename Map::node_type spare_;
+  int64_t size_ = 0;
 };
 
 }  // namespace pagoda

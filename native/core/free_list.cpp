@@ -130,9 +130,7 @@ void FreeList::unput(int64_t i, bool at_once) {
 void FreeList::expect(int64_t n, int64_t fence) {
   if (n == 0 || fence <= passed_) return;
   if (!fence_of_) fence_of_ = LazyArray<int64_t>(num_ids_);
-  auto& queue = waiting_[fence];
-  const size_t all = queue.size() + static_cast<size_t>(n);
-  if (all > queue.capacity()) queue.reserve(std::max(all, 2 * queue.capacity()));
+  waiting_.reserve(n, fence);
 }
 
 void FreeList::settle(const int32_t* ids, int64_t n, Fence fence, bool at_once) {
@@ -140,8 +138,7 @@ void FreeList::settle(const int32_t* ids, int64_t n, Fence fence, bool at_once) 
     num_free_ += n;
   } else if (n > 0) {
     expect(n, *fence);
-    auto& queue = waiting_[*fence];
-    queue.insert(queue.end(), ids, ids + n);
+    waiting_.push(*fence, ids, n);
     for (int64_t k = 0; k < n; ++k) fence_of_[ids[k] - first_id_] = *fence;
     num_quarantined_ += n;
   }
@@ -221,15 +218,10 @@ void FreeList::free_slots(Ids slots, const PageMath& pages, Fence fence) {
 }
 
 int64_t FreeList::pass_fence(int64_t fence) {
-  int64_t n = 0;
-  while (!waiting_.empty() && waiting_.begin()->first <= fence) {
-    for (int32_t id : waiting_.begin()->second) {
-      quarantined_.erase(id - first_id_);
-      free_.insert(id - first_id_);
-      ++n;
-    }
-    waiting_.erase(waiting_.begin());
-  }
+  const int64_t n = waiting_.pass(fence, [this](int32_t id) {
+    quarantined_.erase(id - first_id_);
+    free_.insert(id - first_id_);
+  });
   num_quarantined_ -= n;
   num_free_ += n;
   passed_ = std::max(passed_, fence);
@@ -237,11 +229,7 @@ int64_t FreeList::pass_fence(int64_t fence) {
 }
 
 int64_t FreeList::recall(int64_t fence) {
-  const auto it = waiting_.find(fence);
-  if (it == waiting_.end()) return 0;
-  const int64_t n = static_cast<int64_t>(it->second.size());
-  for (int32_t id : it->second) quarantined_.erase(id - first_id_);
-  waiting_.erase(it);
+  const int64_t n = waiting_.recall(fence, [this](int32_t id) { quarantined_.erase(id - first_id_); });
   num_quarantined_ -= n;
   return n;
 }
@@ -329,19 +317,17 @@ void FreeList::check() const {
   }
   BitSet waits(num_ids_);
   int64_t num_waiting = 0;
-  for (const auto& [fence, ids] : waiting_) {
+  waiting_.for_each([&](int64_t fence, int32_t id) {
     if (fence <= passed_) throw BrokenInvariant{4, "ids wait for fence " + text(fence) + ", which has passed"};
-    for (int32_t id : ids) {
-      const int64_t i = id - first_id_;
-      if (waits.contains(i) || !quarantined_.contains(i)) {
-        throw BrokenInvariant{2, "id " + text(id) + " waits for a fence twice, or without being quarantined"};
-      }
-      if (free_.contains(i)) throw BrokenInvariant{2, "id " + text(id) + " is free and quarantined at once"};
-      if (fence_of_[i] != fence) throw BrokenInvariant{2, "id " + text(id) + " waits for another fence than it says"};
-      waits.insert(i);
-      ++num_waiting;
+    const int64_t i = id - first_id_;
+    if (waits.contains(i) || !quarantined_.contains(i)) {
+      throw BrokenInvariant{2, "id " + text(id) + " waits for a fence twice, or without being quarantined"};
     }
-  }
+    if (free_.contains(i)) throw BrokenInvariant{2, "id " + text(id) + " is free and quarantined at once"};
+    if (fence_of_[i] != fence) throw BrokenInvariant{2, "id " + text(id) + " waits for another fence than it says"};
+    waits.insert(i);
+    ++num_waiting;
+  });
   if (num_waiting != num_quarantined_ || quarantined_.count() != num_quarantined_) {
     throw BrokenInvariant{
         1, text(num_quarantined_) + " " + what_ + " are counted quarantined, a walk finds " + text(num_waiting)};

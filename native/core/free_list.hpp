@@ -5,12 +5,12 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "core/errors.hpp"
+#include "core/fence_queue.hpp"
 #include "core/id_set.hpp"
 #include "core/lazy_array.hpp"
 #include "core/page_math.hpp"
@@ -26,39 +26,6 @@ struct Ids {
 
 // A step number; none means: nothing reads the ids any more.
 using Fence = std::optional<int64_t>;
-
-// Ids that wait, by fence, in the order freed. What a queue leaves behind is used for the next: a step frees and passes
-// without asking for memory.
-class FenceQueues {
- public:
-  using Map = std::map<int64_t, std::vector<int32_t>>;
-
-  std::vector<int32_t>& operator[](int64_t fence) {
-    const auto at = queues_.lower_bound(fence);
-    if (at != queues_.end() && at->first == fence) return at->second;
-    if (!spare_) return queues_.try_emplace(at, fence)->second;
-    spare_.key() = fence;
-    return queues_.insert(at, std::move(spare_))->second;
-  }
-  void erase(Map::iterator at) {
-    auto queue = queues_.extract(at);
-    if (spare_ || queue.mapped().capacity() > kMostSpare) return;
-    queue.mapped().clear();
-    spare_ = std::move(queue);
-  }
-  bool empty() const { return queues_.empty(); }
-  Map::iterator begin() { return queues_.begin(); }
-  Map::iterator end() { return queues_.end(); }
-  Map::const_iterator begin() const { return queues_.begin(); }
-  Map::const_iterator end() const { return queues_.end(); }
-  Map::iterator find(int64_t fence) { return queues_.find(fence); }
-  void clear() { queues_.clear(); }
-
- private:
-  static constexpr size_t kMostSpare = 4096;
-  Map queues_;
-  Map::node_type spare_;
-};
 
 class FreeList {
  public:
@@ -147,7 +114,7 @@ class FreeList {
   BitSet quarantined_;
   BitSet seen_;                   // scratch of one call, empty between calls
   std::vector<int32_t> scratch_;  // likewise
-  FenceQueues waiting_;
+  FenceQueue<int32_t> waiting_;
   LazyArray<int64_t> fence_of_;  // of a quarantined id; made when a fence is used
 };
 

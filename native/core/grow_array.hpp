@@ -48,6 +48,13 @@ class GrowArray {
 
   void clear() { size_ = 0; }
 
+  // Gives its memory back.
+  void free() {
+    std::free(data_);
+    data_ = nullptr;
+    size_ = capacity_ = 0;
+  }
+
  private:
   T* data_ = nullptr;
   int64_t size_ = 0;

@@ -175,6 +175,7 @@ class Manager {
     std::string space;
     std::vector<KeyRange> ranges;
     std::vector<Copy> copies;  // pages of its own that were copied from another row's
+    int64_t first_duplicate = 0, end_duplicate = 0;  // pages of the tree among which it has duplicates
   };
   // What a call needs of one group: pages to allocate, and pages that it takes out of what can be evicted.
   struct Need {
@@ -233,7 +234,8 @@ class Manager {
   void make_room(const Needs& needs);
   void evict(Group& group, int64_t num_pages);
   void evict_window_page(Group& group);
-  void carry_out(const PrefixTree::Sizes& sizes);
+  // Takes out of the tree what `removal_` plans, and frees it.
+  void carry_out_removal();
   void free_columns();
   // Pages of windows that nobody reads or finds go before those that can be found.
   void put_lost_first();
@@ -262,6 +264,8 @@ class Manager {
   void store_all(int64_t number, const int32_t* tokens, int64_t waiting, int64_t n);
   void store(int64_t number, const int32_t* tokens, int64_t num_pages);
   void link_duplicates(Group& group, int64_t number, int64_t tree_begin, int64_t tree_end);
+  // Gives the tree a row's duplicates in exchange for its own pages, where nobody else reads these.
+  void exchange_duplicates(int64_t number) noexcept;
   void give_up(int64_t number);
 
   // ── ends and steps (manager_step.cpp)
@@ -274,7 +278,7 @@ class Manager {
     if (fence(is_touched) <= passed_) {
       let_go(group, page);
     } else {
-      group.cached.leaving.push(fence(is_touched), is_touched, page);
+      group.cached.leaving.push(fence(is_touched), page);
     }
   }
   void let_go(Group& group, int32_t page) {
@@ -312,6 +316,7 @@ class Manager {
   int64_t step_ = 1;
   int64_t passed_ = 0;  // the last fence that has passed
   bool has_windows_ = false;
+  int64_t num_duplicating_ = 0;  // rows that have duplicates
   std::vector<int32_t> places_, page_ids_;  // table writes of the step
   // Scratch of one call, kept for its memory.
   std::vector<int32_t> growing_;   // rows that need pages
@@ -320,6 +325,7 @@ class Manager {
   std::vector<int32_t> ended_[2];  // rows that are released, [1] those that were touched
   std::vector<std::vector<int32_t>> columns_;  // page ids of an insert or an eviction
   std::vector<Ids> column_ids_;
+  PrefixTree::Removal removal_;
   int64_t admitted_ = 0, tokens_ = 0, hits_ = 0, evicted_ = 0;
 };
 

@@ -1,6 +1,7 @@
 // How rows grow: places for tokens, tokens that become known, pages that leave a window.
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 #include "core/manager.hpp"
 
@@ -222,6 +223,52 @@ void Manager::store(int64_t number, const int32_t* tokens, int64_t n) {
     if (group.has_window() && present > first_page) link_duplicates(group, number, first_page, present);
   }
   row.stored += static_cast<int32_t>(math_.first_slot(n));
+  if (present > first_page) {
+    if (request.end_duplicate <= request.first_duplicate) {
+      request.first_duplicate = first_page;
+      ++num_duplicating_;
+    }
+    request.end_duplicate = present;
+    exchange_duplicates(number);
+  }
+}
+
+void Manager::exchange_duplicates(int64_t number) noexcept {
+  Request& request = this->request(number);
+  if (request.end_duplicate <= request.first_duplicate) return;
+  // The group of a column, and the page of the row.
+  const auto find = [&](int64_t page, int column) {
+    size_t g = 0;
+    while (column >= groups_[g].first_column + groups_[g].num_columns) ++g;
+    return std::pair<size_t, int64_t>(g, page * groups_[g].num_columns + column - groups_[g].first_column);
+  };
+  const auto offer = [&](int64_t page, int column, int32_t id) {
+    const auto [g, p] = find(page, column);
+    const Group& group = groups_[g];
+    if (p < first(number, g) || p >= end(number, g) || group.owned(number)[p] == 0) return id;
+    if (group.has_window() && id > 0 && group.cached.readers(id) > 0) return id;
+    return group.ids(number)[p];
+  };
+  const auto took = [&](int64_t page, int column, int32_t id, int32_t own) {
+    const auto [g, p] = find(page, column);
+    Group& group = groups_[g];
+    group.owned(number)[p] = 0;
+    --group.num_own;
+    if (group.has_window()) {
+      group.cached.unlink_duplicate(group.place(number, p));
+      if (id > 0) group.cached.move_duplicates(id, own);
+      if (id > 0) group.cached.forget(id);
+      group.cached.add(own);
+    }
+    if (id > 0) group.pages.free({&id, 1}, std::nullopt);
+  };
+  try {
+    request.end_duplicate = std::min(
+        request.end_duplicate,
+        tree_.exchange(request.lease, request.first_duplicate, request.end_duplicate, offer, took));
+  } catch (const std::bad_alloc&) {  // no memory to tell listeners: what is left stays a duplicate
+  }
+  num_duplicating_ -= request.end_duplicate <= request.first_duplicate;
 }
 
 // Of pages [tree_begin, tree_end) of the tree, which another row stored first, this row keeps its own.
@@ -259,7 +306,7 @@ void Manager::give_up(int64_t number) {
       grow(given_up, static_cast<size_t>(num_own));
       group.pages.expect(num_own, fence);
     }
-    if (fence > passed_) group.cached.leaving.reserve(live - from, is_touched);
+    if (fence > passed_) group.cached.leaving.reserve(live - from, fence);
     for (int64_t p = from; p < live; ++p) {
       if (own[p] != 0) {
         own[p] = 0;

@@ -74,7 +74,8 @@ void Manager::evict(Group& group, int64_t num_pages) {
     return;
   }
   const int64_t tree_pages = (num_pages + group.num_columns - 1) / group.num_columns;
-  carry_out(tree_.plan_evict(math_.first_slot(tree_pages), group.first_column));
+  tree_.plan_evict(math_.first_slot(tree_pages), group.first_column, removal_);
+  carry_out_removal();
 }
 
 // The page leaves a hole in the tree, unless a running row has a duplicate, which then takes its place.
@@ -97,14 +98,13 @@ void Manager::evict_window_page(Group& group) {
   ++evicted_;
 }
 
-// Takes out of the tree what was planned, and frees it.
-void Manager::carry_out(const PrefixTree::Sizes& sizes) {
+void Manager::carry_out_removal() {
   std::vector<int32_t*> out;
   for (size_t c = 0; c < columns_.size(); ++c) {
-    columns_[c].resize(static_cast<size_t>(sizes.columns[c]));
+    columns_[c].resize(static_cast<size_t>(removal_.columns()[c]));
     out.push_back(columns_[c].data());
   }
-  tree_.carry_out(out, nullptr);
+  tree_.carry_out(removal_, out, nullptr);
   free_columns();
 }
 
@@ -181,7 +181,8 @@ int64_t Manager::invalidate(int64_t g, Ids page_ids, int32_t* rows_out) {
 }
 
 void Manager::drop(std::string_view space) {
-  carry_out(tree_.plan_drop(space));
+  tree_.plan_drop(space, removal_);
+  carry_out_removal();
   for (int64_t number = 1; number <= num_rows_; ++number) {
     if (request(number).space == space) row(number).is_stored = false;
   }

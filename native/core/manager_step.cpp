@@ -89,12 +89,15 @@ void Manager::pass_fence(int64_t fence) {
     throw BadArgument("step " + text(fence) + " has not been planned yet: the next one is " + text(step_));
   }
   passed_ = std::max(passed_, fence);
-  waiting_.pass(fence, [&](const LeaseId& lease) { tree_.release(lease); });
+  const int64_t num_released = waiting_.pass(fence, [&](const LeaseId& lease) { tree_.release(lease); });
   for (Group& group : groups_) {
     group.pages.pass_fence(fence);
     if (group.has_window()) group.cached.leaving.pass(fence, [&](int32_t page) { let_go(group, page); });
   }
   row_ids_.pass_fence(fence);
+  for (int64_t number = 1; num_released > 0 && num_duplicating_ > 0 && number <= num_rows_; ++number) {
+    exchange_duplicates(number);
+  }
 }
 
 void Manager::grow_writes(int64_t n) {
@@ -143,7 +146,7 @@ void Manager::release(Ids rows) {
   // Memory is asked for: what follows does not fail.
   for (const bool is_touched : {false, true}) {
     const int64_t num_rows = static_cast<int64_t>(ended_[is_touched].size());
-    waiting_.reserve(num_rows, is_touched);
+    waiting_.reserve(num_rows, fence(is_touched));
     row_ids_.expect(num_rows, fence(is_touched));
     for (size_t g = 0; g < groups_.size(); ++g) {
       Group& group = groups_[g];
@@ -151,7 +154,7 @@ void Manager::release(Ids rows) {
       if (!group.has_window() || fence(is_touched) <= passed_) continue;
       int64_t leaving = 0;
       for (const int32_t number : ended_[is_touched]) leaving += end(number, g) - first(number, g);
-      group.cached.leaving.reserve(leaving, is_touched);
+      group.cached.leaving.reserve(leaving, fence(is_touched));
     }
   }
   for (int64_t i = 0; i < rows.size; ++i) {
@@ -172,7 +175,7 @@ void Manager::release(Ids rows) {
     if (fence(is_touched) <= passed_) {
       tree_.release(request(rows[i]).lease);
     } else {
-      waiting_.push(fence(is_touched), is_touched, request(rows[i]).lease);
+      waiting_.push(fence(is_touched), request(rows[i]).lease);
     }
     clear(rows[i]);
   }
@@ -192,6 +195,7 @@ void Manager::clear(int64_t number) {
     first(number, g) = end(number, g) = 0;
   }
   row(number) = {};
+  num_duplicating_ -= request(number).end_duplicate > request(number).first_duplicate;
   request(number) = {};
 }
 

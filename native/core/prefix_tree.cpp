@@ -17,8 +17,7 @@ PrefixTree::PrefixTree(int64_t page_tokens, std::vector<int64_t> windows, bool h
       hash_mask_(hash_mask),
       runs_(page_tokens, num_columns(), capacity + capacity / 4),  // half-used chunks of runs that end inside one
       held_(windows_.size()),
-      window_pages_(windows_.size()),
-      sizes_{std::vector<int64_t>(windows_.size()), 0} {
+      window_pages_(windows_.size()) {
   for (int64_t window : windows_) (window > 0 ? has_windows_ : has_full_) = true;
   std::random_device random;  // nobody can choose tokens whose hashes collide
   seed_ = (uint64_t{random()} << 32) | random();
@@ -353,34 +352,37 @@ void PrefixTree::note_places(int32_t node, int64_t begin, int64_t end) {
   });
 }
 
-void PrefixTree::punch_page(int set, int32_t id) {
+PrefixTree::Hole PrefixTree::find_page(int set, int32_t id) const {
   const int64_t place = places_[static_cast<size_t>(set)][id];
   const auto [node, first_page] = owners_[runs_.chunk_of(place)];
   const auto& columns = columns_of_[static_cast<size_t>(set)];
   int column = columns[0];  // nearly always the only one
   for (size_t i = 1; runs_.id_at(column, place) != id; ++i) column = columns[i];
-  if (is_listened_) {
-    events_.push_back(page_event(false, {node, column, first_page + place % runs_.pages_per_chunk(), place}, id));
-  }
-  runs_.id_at(column, place) = -1;
-  add_held(node, column, -1);
-  if (!has_full_) prune(node);
+  return {node, column, first_page + place % runs_.pages_per_chunk(), place};
+}
+
+void PrefixTree::punch_page(int set, int32_t id) {
+  const Hole at = find_page(set, id);
+  if (is_listened_ && !is_lost(at.node)) events_.push_back(page_event(EventKind::kRemoved, at, id));
+  runs_.id_at(at.column, at.place) = -1;
+  add_held(at.node, at.column, -1);
+  if (!has_full_) prune(at.node);
 }
 
 void PrefixTree::replace_page(int set, int32_t old_id, int32_t new_id) {
-  const int64_t place = places_[static_cast<size_t>(set)][old_id];
-  const auto [node, first_page] = owners_[runs_.chunk_of(place)];
-  const auto& columns = columns_of_[static_cast<size_t>(set)];
-  int column = columns[0];
-  for (size_t i = 1; runs_.id_at(column, place) != old_id; ++i) column = columns[i];
-  if (is_listened_) {
-    const Hole at{node, column, first_page + place % runs_.pages_per_chunk(), place};
-    events_.reserve(events_.size() + 2);
-    events_.push_back(page_event(false, at, old_id));
-    events_.push_back(page_event(true, at, new_id));
-  }
-  runs_.id_at(column, place) = new_id;
-  places_[static_cast<size_t>(set)][new_id] = static_cast<uint32_t>(place);
+  const Hole at = find_page(set, old_id);
+  tell_exchange(at, old_id, new_id);
+  runs_.id_at(at.column, at.place) = new_id;
+  places_[static_cast<size_t>(set)][new_id] = static_cast<uint32_t>(at.place);
+}
+
+void PrefixTree::tell_exchange(const Hole& at, int32_t old_id, int32_t new_id) {
+  if (!is_listened_ || is_lost(at.node)) return;
+  std::vector<TreeEvent> news;
+  if (old_id >= 0) news.push_back(page_event(EventKind::kRemoved, at, old_id));
+  news.push_back(page_event(EventKind::kStored, at, new_id));
+  events_.reserve(events_.size() + news.size());
+  tell(news);
 }
 
 void PrefixTree::prune(int32_t node) {
@@ -390,6 +392,13 @@ void PrefixTree::prune(int32_t node) {
     }
     const int32_t parent = nodes_[node].parent;
     const bool is_last = nodes_[parent].is_root();  // which may go with it
+    if (is_listened_ && !is_lost(node)) {
+      try {
+        events_.push_back(event(EventKind::kRemoved, node, nodes_[node].begin, nodes_[node].end()));
+      } catch (const std::bad_alloc&) {
+        return;  // what cannot be told stays: it holds no page
+      }
+    }
     apply({node, nodes_[node].run.length, 0});
     if (is_last) return;
     node = parent;

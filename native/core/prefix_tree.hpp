@@ -103,14 +103,19 @@ struct Inserted {
   std::vector<int32_t> states;
 };
 
+// What listeners are told. A reset has no pages.
+enum class EventKind { kStored, kRemoved, kReset };
 struct TreeEvent {
-  bool is_stored;
-  std::string space;
-  int64_t position;
-  int32_t parent;  // 0: none
-  std::vector<int32_t> tokens;
-  std::vector<std::vector<int32_t>> columns;
-  std::vector<Checkpoint> states;
+  EventKind kind;
+  bool ids_only = false;  // the pages themselves were there before, or stay: only ids or states came or went
+  std::string space{};
+  int64_t position = 0;
+  uint64_t parent = 0;           // content key of the page before; at position 0 of the namespace
+  std::vector<uint64_t> keys{};  // of the pages
+  std::vector<int32_t> tokens{};
+  std::vector<KeyRange> ranges{};  // over the tokens
+  std::vector<std::vector<int32_t>> columns{};
+  std::vector<Checkpoint> states{};
 };
 
 struct NodeInfo {
@@ -122,6 +127,7 @@ struct NodeInfo {
   std::vector<std::vector<int32_t>> columns;
   int64_t num_children, leases, used;
   std::vector<Checkpoint> checkpoints;
+  bool is_lost;
 };
 
 struct Tally {
@@ -189,24 +195,31 @@ class PrefixTree {
   void prefetch_node(LeaseId lease) const;
   void prefetch_tail(LeaseId lease) const;
 
-  // The ids that a removal frees, by column, and the states; planned first, so that whoever takes them has made
-  // room, then carried out.
-  struct Sizes {
-    std::vector<int64_t> columns;
-    int64_t states;
-  };
-  const Sizes& plan_evict(int64_t n, int column);
-  const Sizes& plan_evict_states(int64_t n);
-  const Sizes& plan_drop(std::string_view space);
-  void carry_out(const std::vector<int32_t*>& columns, int32_t* states);
+  // What takes pages out is planned first, which changes nothing and says how much room the ids need, and then carried
+  // out, which cannot fail. A plan is good for one carry_out, before anything else changes the tree; whoever keeps it
+  // for the next plan saves asking for memory.
+  class Removal;
+  class Punch;
+  class Replacement;
+  void plan_evict(int64_t n, int column, Removal& plan) const;
+  void plan_evict_states(int64_t n, Removal& plan) const;
+  void plan_drop(std::string_view space, Removal& plan) const;
+  void carry_out(Removal& plan, const std::vector<int32_t*>& columns, int32_t* states);
 
   // From now on knows where the pages of window columns lie: set_of[c] is the id space of column c, -1 for one that is
   // not followed; num_ids[s] its ids. The tree has to be empty.
   void follow(std::vector<int> set_of, const std::vector<int64_t>& num_ids);
   // Makes a hole of a page that is followed, whoever protects it. O(1).
   void punch_page(int set, int32_t id);
-  // Gives a page that is followed another id, whoever protects it. O(1).
+  // Gives a page that is followed another id, which is in no tree, whoever protects it. O(1).
   void replace_page(int set, int32_t old_id, int32_t new_id);
+
+  // Exchanges ids of pages [first, end) of a lease's path that no other lease protects. offer(page, column, id) is the
+  // id to have there, or the same one; a hole is -1, and may be filled. took(page, column, id, new_id) is called once
+  // it is there. From the first page on that is returned, no other lease protects anything. May throw bad_alloc between
+  // two exchanges, if listened to.
+  template <typename Offer, typename Took>
+  int64_t exchange(LeaseId lease, int64_t first, int64_t end, Offer offer, Took took);
 
   // Forgets pages whose contents are bad, in columns [first, first + count), and all that continues them. What nobody
   // protects comes free, by column; the rest cannot be found any more, and is the coldest once released.
@@ -219,21 +232,24 @@ class PrefixTree {
   // Whether a page that is followed lies there.
   bool is_lost(int set, int32_t id) const;
 
-  int64_t plan_punch(LeaseId lease, int column, int64_t end);
-  void carry_out_punch(int32_t* out);
+  void plan_punch(LeaseId lease, int column, int64_t end, Punch& plan) const;
+  void carry_out(Punch& plan, int32_t* out);
 
-  // How many pages a replace of this sequence gives back a column.
-  int64_t plan_replace(const Sequence& sequence, const std::vector<Ids>& columns);
-  void carry_out_replace(const std::vector<Ids>& columns, const std::vector<int32_t*>& out);
+  void plan_replace(const Sequence& sequence, const std::vector<Ids>& columns, Replacement& plan) const;
+  // The same columns as in the plan; out takes the old ids of each.
+  void carry_out(Replacement& plan, const std::vector<Ids>& columns, const std::vector<int32_t*>& out);
 
   void reset();
   void check() const;
 
   std::vector<NodeInfo> nodes(int64_t max_nodes, int64_t max_tokens, const std::string_view* space) const;
 
-  void listen(bool on) { is_listened_ = on; }
+  // Whether events are collected, and keys of contents kept: the first call to begin walks over all there is.
+  void listen(bool on);
   bool has_events() const { return !events_.empty(); }
   std::vector<TreeEvent> take_events() { return std::exchange(events_, {}); }
+  // All that can be found, as events that store it, parents before children.
+  std::vector<TreeEvent> retell() const;
 
  private:
   struct Node {
@@ -348,21 +364,35 @@ class PrefixTree {
   bool grows_in_place(const Insertion& job) const;
   void fill(const Insertion& job);
   void store(Insertion& job, bool grows);
+  void store_keys(const Insertion& job, const Run& run);
   void add_checkpoints(const Insertion& job);
   // Moves the lease, renews what was used; how far the sequence is usable now.
   int64_t settle(const Insertion& job);
 
   template <typename Counted, typename Keep>
-  void plan(int64_t target, Counted counted, Keep keep);
-  void begin_plan(bool is_drop);
+  void plan(int64_t target, Removal& plan, Counted counted, Keep keep) const;
+  void begin(Removal& plan) const;
+  // Calls each(checkpoint) for those that go with a cut, in order.
   template <typename Each>
   void for_checkpoints(const Cut& cut, Each each) const;
-  void cut(int32_t node, int64_t from, int64_t to);
+  void cut(int32_t node, int64_t from, int64_t to, Removal& plan) const;
   void apply(const Cut& cut);
+  // Notes what a call that is done tells. There is room.
+  void tell(std::vector<TreeEvent>& news);
   int32_t last_checkpoint(int32_t node, int64_t length) const;  // relative to its begin; 0: none
-  TreeEvent event(bool is_stored, int32_t node, int64_t begin, int64_t end) const;
+  // Of all columns of tokens [begin, end) of a node, and of the checkpoints among them.
+  TreeEvent event(EventKind kind, int32_t node, int64_t begin, int64_t end) const;
   // Of one page of a column, which lies at a place of a node's run. O(1), however long the run.
-  TreeEvent page_event(bool is_stored, const Hole& at, int32_t id) const;
+  TreeEvent page_event(EventKind kind, const Hole& at, int32_t id) const;
+  // Where a page that is followed lies.
+  Hole find_page(int set, int32_t id) const;
+  // The key of the page that ends at a position, in a node or above it; at 0 of the namespace.
+  uint64_t key_at(int32_t node, int64_t position) const;
+  // The keys of pages with these entries, behind one with this key.
+  void make_keys(uint64_t before, const int32_t* entries, int64_t num_pages, uint64_t* out) const;
+  void describe(TreeEvent& event, const int32_t* entries, int64_t n) const;
+  // Tells that a page gets another id, if somebody listens and can find it. old_id -1: it was a hole.
+  void tell_exchange(const Hole& at, int32_t old_id, int32_t new_id);
   std::vector<int32_t> decode(const int32_t* entries, int64_t n) const;
   const std::string& space_of(int32_t node) const;
   [[noreturn]] void broken(int number, int32_t node, const std::string& what) const;
@@ -412,17 +442,51 @@ class PrefixTree {
   bool is_listened_ = false;
   std::vector<TreeEvent> events_;
 
-  // Of a plan, until it is carried out.
-  std::vector<Cut> cuts_;
-  std::vector<TreeEvent> cut_events_;
-  Sizes sizes_;
-  bool is_drop_ = false;
-  int32_t dropped_root_ = -1;
-  std::unordered_map<int32_t, std::pair<int32_t, int32_t>> planned_;  // node: tokens left, children left
-  int planned_column_ = 0;
-  int64_t planned_pages_ = 0;
-  std::vector<int32_t> path_;  // scratch of a call
+  // Scratch of an insert.
+  std::vector<int32_t> path_;
   std::vector<const int32_t*> new_ids_;
+};
+
+// Runs that go, whole or their tails, and how many ids come free.
+class PrefixTree::Removal {
+ public:
+  const std::vector<int64_t>& columns() const { return columns_; }  // page ids of each column
+  int64_t states() const { return states_; }
+
+ private:
+  friend class PrefixTree;
+  std::vector<int64_t> columns_;
+  int64_t states_ = 0;
+  std::vector<Cut> cuts_;
+  std::vector<TreeEvent> news_;
+  int32_t dropped_ = -1;                                           // the root of a namespace that goes
+  std::unordered_map<int32_t, std::pair<int32_t, int32_t>> left_;  // node: tokens left, children left
+};
+
+// Pages of a window column, on a lease's path, that become holes.
+class PrefixTree::Punch {
+ public:
+  int64_t num_pages() const { return num_pages_; }
+
+ private:
+  friend class PrefixTree;
+  int column_ = 0;
+  int64_t end_ = 0;  // pages before this one of the sequence
+  int64_t num_pages_ = 0;
+  std::vector<int32_t> path_;
+  std::vector<TreeEvent> news_;
+};
+
+// Pages that get other ids.
+class PrefixTree::Replacement {
+ public:
+  int64_t num_pages() const { return num_pages_; }  // of each column
+
+ private:
+  friend class PrefixTree;
+  int64_t num_pages_ = 0;
+  std::vector<int32_t> path_;
+  std::vector<TreeEvent> news_;
 };
 
 template <bool with_ids, typename Each>
@@ -449,6 +513,56 @@ PrefixTree::Place PrefixTree::walk(Place at, const int32_t* entries, int64_t bas
     if (same < run.length || !goes_on) break;
   }
   return at;
+}
+
+template <typename Each>
+void PrefixTree::for_checkpoints(const Cut& cut, Each each) const {
+  if (!has_states_) return;
+  const int64_t begin = nodes_[cut.node].begin;
+  for (const Checkpoint& checkpoint : checkpoints_[static_cast<size_t>(cut.node)]) {
+    if (checkpoint.length > begin + cut.to && checkpoint.length <= begin + cut.from) each(checkpoint);
+  }
+}
+
+template <typename Each>
+void PrefixTree::for_subtree(int32_t top, Each each) const {
+  for (int32_t node = top;; node = nodes_[node].next_sibling) {
+    for (each(node); nodes_[node].first_child >= 0; each(node)) node = nodes_[node].first_child;
+    while (node != top && nodes_[node].next_sibling < 0) node = nodes_[node].parent;
+    if (node == top) return;
+  }
+}
+
+template <typename Offer, typename Took>
+int64_t PrefixTree::exchange(LeaseId lease, int64_t first, int64_t end, Offer offer, Took took) {
+  int32_t node = require(lease).node;
+  int64_t from = math_.page(nodes_[node].end());
+  for (; !nodes_[node].is_root() && nodes_[node].locks == 1 && from > first; node = nodes_[node].parent) {
+    const int64_t begin = math_.page(nodes_[node].begin), from_page = std::max(first, begin) - begin;
+    const int64_t to_page = std::min(end, math_.page(nodes_[node].end())) - begin;
+    bool is_new = false;
+    for (int c = 0; c < num_columns() && from_page < to_page; ++c) {
+      const int set = set_of_.empty() ? -1 : set_of_[static_cast<size_t>(c)];
+      int64_t page = begin + from_page;
+      runs_.for_places(nodes_[node].run, from_page, to_page, [&](int32_t, int64_t place, int64_t n) {
+        for (const int64_t last = place + n; place < last; ++place, ++page) {
+          const int32_t old_id = runs_.id_at(c, place), new_id = offer(page, c, old_id);
+          if (new_id == old_id) continue;
+          if (!is_new) {  // matches made before find other pages here
+            nodes_[node].family = replaced_ = next_family_++;
+            is_new = true;
+          }
+          tell_exchange({node, c, page, place}, old_id, new_id);
+          runs_.id_at(c, place) = new_id;
+          if (set >= 0) places_[static_cast<size_t>(set)][new_id] = static_cast<uint32_t>(place);
+          if (old_id < 0) add_held(node, c, 1);
+          took(page, c, old_id, new_id);
+        }
+      });
+    }
+    from = begin;
+  }
+  return std::max(first, from);
 }
 
 }  // namespace pagoda

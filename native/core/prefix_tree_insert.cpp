@@ -19,6 +19,7 @@ struct PrefixTree::Insertion {
   int64_t stored = 0;
   std::vector<Hole> holes{};        // that the given ids fill
   std::vector<Checkpoint> taken{};  // where there is none yet
+  std::vector<uint64_t> keys{};     // of the new pages, while somebody listens
   std::vector<TreeEvent> news{};
 
   int64_t added() const { return stored - present; }
@@ -57,42 +58,32 @@ void PrefixTree::find_checkpoints(Insertion& job, const std::vector<Checkpoint>&
   }
 }
 
-void PrefixTree::write_news(Insertion& job) const {
-  const std::string space(job.lease == nullptr ? job.sequence.space : std::string_view(space_of(job.from)));
-  // The page before may be a hole that this very call fills.
-  const auto correct_parent = [&](TreeEvent& told) {
-    const int64_t before = math_.page(told.position) - 1;
-    if (told.parent < 0 && before >= math_.page(job.base)) told.parent = given_id(job, 0, before);
-  };
+__attribute__((noinline)) void PrefixTree::write_news(Insertion& job) const {
+  const uint64_t before = job.from < 0 ? key_of_bytes(job.sequence.space) : key_at(job.at.node, job.present);
+  job.keys.resize(static_cast<size_t>(math_.page(job.added())));
+  make_keys(before, job.entries + (job.present - job.base), math_.page(job.added()), job.keys.data());
+  if (job.from >= 0 && is_lost(job.from)) return;  // nobody finds it
+  const std::string space(job.from < 0 ? job.sequence.space : std::string_view(space_of(job.from)));
   for (const Hole& hole : job.holes) {
-    TreeEvent filled = page_event(true, hole, given_id(job, hole.column, hole.page));
-    correct_parent(filled);
-    job.news.push_back(std::move(filled));
+    job.news.push_back(page_event(EventKind::kStored, hole, given_id(job, hole.column, hole.page)));
   }
-  const auto add = [&](int64_t position, int64_t num_tokens) {
-    TreeEvent& told = job.news.emplace_back(TreeEvent{true, space, position, 0, {}, {}, {}});
-    if (position > 0) {
-      const Node& node = nodes_[climb({job.at.node, position}).node];
-      const int64_t page = math_.page(position - node.begin);
-      runs_.copy_pages(node.run, 0, page - 1, page, &told.parent);
-      correct_parent(told);
-    }
-    const int32_t* tokens = job.sequence.tokens.data + (position - job.base);
-    told.tokens.assign(tokens, tokens + num_tokens);
-    for (const Ids& column : job.columns) {
-      const int32_t* ids = column.data + math_.page(position - job.base);
-      told.columns.emplace_back(ids, ids + math_.page(num_tokens));
-    }
-  };
   // Checkpoints among pages that are there, each for itself; then the new run with its own.
   auto checkpoint = job.taken.begin();
   for (; checkpoint != job.taken.end() && checkpoint->length <= job.present; ++checkpoint) {
-    add(checkpoint->length, 0);
-    job.news.back().states.push_back(*checkpoint);
+    TreeEvent told{EventKind::kStored, true, space, checkpoint->length, key_at(job.at.node, checkpoint->length)};
+    told.columns.resize(windows_.size());
+    told.states.push_back(*checkpoint);
+    job.news.push_back(std::move(told));
   }
   if (job.added() == 0) return;
-  add(job.present, job.added());
-  job.news.back().states.assign(checkpoint, job.taken.end());
+  TreeEvent told{EventKind::kStored, false, space, job.present, before, job.keys};
+  describe(told, job.entries + (job.present - job.base), job.added());
+  for (const Ids& column : job.columns) {
+    const int32_t* ids = column.data + math_.page(job.present - job.base);
+    told.columns.emplace_back(ids, ids + math_.page(job.added()));
+  }
+  told.states.assign(checkpoint, job.taken.end());
+  job.news.push_back(std::move(told));
 }
 
 bool PrefixTree::grows_in_place(const Insertion& job) const {
@@ -112,6 +103,16 @@ void PrefixTree::fill(const Insertion& job) {
   }
 }
 
+// Apart from `store`, which is as short as it can be where nobody listens.
+__attribute__((noinline)) void PrefixTree::store_keys(const Insertion& job, const Run& run) {
+  const uint64_t* keys = job.keys.data();
+  const int64_t end = math_.page(run.length);
+  runs_.for_places(run, end - math_.page(job.added()), end, [&](int32_t, int64_t place, int64_t n) {
+    std::copy(keys, keys + n, runs_.keys_at(place));
+    keys += n;
+  });
+}
+
 void PrefixTree::store(Insertion& job, bool grows) {
   int32_t node = job.at.node;
   if (!grows) {
@@ -123,6 +124,7 @@ void PrefixTree::store(Insertion& job, bool grows) {
   runs_.append(nodes_[node].run, entries, new_ids_, added);
   if (!set_of_.empty())
     note_places(node, math_.page(nodes_[node].run.length - added), math_.page(nodes_[node].run.length));
+  if (is_listened_) store_keys(job, nodes_[node].run);
   if (!extra_keys_.empty()) extra_keys_.add(entries, added);
   tokens_.total += added;
   if (nodes_[node].locks > 0) tokens_.locked += added;
@@ -269,7 +271,7 @@ Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& co
   if (job.added() > 0) store(job, grows);
   add_checkpoints(job);
   result.length = settle(job);
-  for (TreeEvent& told : job.news) events_.push_back(std::move(told));
+  if (is_listened_) tell(job.news);
   return result;
 }
 

@@ -11,51 +11,44 @@ void PrefixTree::require_evictable(int64_t wanted, const std::string& what, Tall
   if (wanted > evictable) throw OutOfIds{what, wanted, evictable, tally.total};
 }
 
-void PrefixTree::begin_plan(bool is_drop) {
-  is_drop_ = is_drop;
-  cuts_.clear();
-  cut_events_.clear();
-  std::fill(sizes_.columns.begin(), sizes_.columns.end(), 0);
-  sizes_.states = 0;
+void PrefixTree::begin(Removal& plan) const {
+  plan.cuts_.clear();
+  plan.news_.clear();
+  plan.columns_.assign(windows_.size(), 0);
+  plan.states_ = 0;
+  plan.dropped_ = -1;
 }
 
-// Calls each(checkpoint) for those that go with a cut, in order.
-template <typename Each>
-void PrefixTree::for_checkpoints(const Cut& cut, Each each) const {
-  if (!has_states_) return;
-  const int64_t begin = nodes_[cut.node].begin;
-  for (const Checkpoint& checkpoint : checkpoints_[static_cast<size_t>(cut.node)]) {
-    if (checkpoint.length > begin + cut.to && checkpoint.length <= begin + cut.from) each(checkpoint);
-  }
+void PrefixTree::tell(std::vector<TreeEvent>& news) {
+  for (TreeEvent& each : news) events_.push_back(std::move(each));
+  news.clear();
 }
 
 // Adds a cut to the plan.
-void PrefixTree::cut(int32_t node, int64_t from, int64_t to) {
-  cuts_.push_back({node, static_cast<int32_t>(from), static_cast<int32_t>(to)});
+void PrefixTree::cut(int32_t node, int64_t from, int64_t to, Removal& plan) const {
+  plan.cuts_.push_back({node, static_cast<int32_t>(from), static_cast<int32_t>(to)});
   const Node& at = nodes_[node];
   for (int c = 0; c < num_columns(); ++c) {
     const int64_t begin = math_.page(to), end = math_.page(from);
     const bool is_whole = to == 0 && from == at.run.length;
-    sizes_.columns[static_cast<size_t>(c)] += !is_window(c) ? end - begin
-                                              : is_whole    ? held(c, node)
-                                                            : count_held(at.run, c, begin, end);
+    plan.columns_[static_cast<size_t>(c)] += !is_window(c) ? end - begin
+                                             : is_whole    ? held(c, node)
+                                                           : count_held(at.run, c, begin, end);
   }
-  for_checkpoints(cuts_.back(), [&](const Checkpoint&) { ++sizes_.states; });
-  if (is_listened_) {
-    TreeEvent gone = event(false, node, at.begin + to, at.begin + from);
-    for_checkpoints(cuts_.back(), [&](const Checkpoint& checkpoint) { gone.states.push_back(checkpoint); });
-    cut_events_.push_back(std::move(gone));
+  for_checkpoints(plan.cuts_.back(), [&](const Checkpoint&) { ++plan.states_; });
+  if (is_listened_ && !is_lost(node)) {
+    plan.news_.push_back(event(EventKind::kRemoved, node, at.begin + to, at.begin + from));
   }
 }
 
 // Walks the order, cutting nodes until what the plan frees, as `counted` says, reaches the target. keep(node, length,
 // missing) → how many of `length` tokens stay, so that `missing` come free if the node has them.
 template <typename Counted, typename Keep>
-void PrefixTree::plan(int64_t target, Counted counted, Keep keep) {
-  if (planned_.bucket_count() > 1024) planned_ = {};  // clearing pays for the largest plan there ever was
-  planned_.clear();
-  const auto state = [this](int32_t node) -> std::pair<int32_t, int32_t>& {
-    return planned_.try_emplace(node, nodes_[node].run.length, nodes_[node].num_children).first->second;
+void PrefixTree::plan(int64_t target, Removal& plan, Counted counted, Keep keep) const {
+  if (plan.left_.bucket_count() > 1024) plan.left_ = {};  // clearing pays for the largest plan there ever was
+  plan.left_.clear();
+  const auto state = [&](int32_t node) -> std::pair<int32_t, int32_t>& {
+    return plan.left_.try_emplace(node, nodes_[node].run.length, nodes_[node].num_children).first->second;
   };
   for (int32_t node = order_.coldest(); counted() < target;) {
     if (state(node).first == 0) {  // went with its children
@@ -64,7 +57,7 @@ void PrefixTree::plan(int64_t target, Counted counted, Keep keep) {
     }
     const int32_t length = state(node).first;
     const int32_t kept = keep(node, length, target - counted());
-    cut(node, length, kept);
+    cut(node, length, kept, plan);
     state(node).first = kept;
     if (kept > 0) continue;
     // A parent that becomes a leaf keeps only what a checkpoint can resume from.
@@ -72,21 +65,21 @@ void PrefixTree::plan(int64_t target, Counted counted, Keep keep) {
       if (nodes_[parent].is_root() || --state(parent).second > 0 || nodes_[parent].locks > 0) break;
       int32_t& left = state(parent).first;
       const int32_t last = last_checkpoint(parent, left);
-      if (last < left) cut(parent, left, last);
+      if (last < left) cut(parent, left, last, plan);
       left = last;
       if (last > 0) break;
     }
   }
 }
 
-const PrefixTree::Sizes& PrefixTree::plan_evict(int64_t n, int column) {
+void PrefixTree::plan_evict(int64_t n, int column, Removal& plan) const {
   const int64_t pages = math_.pages_for(n);
   if (column == 0 && !is_window(0)) {
     require_evictable(n, "evictable tokens", tokens_);
   } else {
     require_evictable(pages, "evictable pages of column " + text(column), this->pages(column));
   }
-  begin_plan(false);
+  begin(plan);
   if (is_plain()) {
     int64_t left = math_.first_slot(pages);
     for (int32_t node = order_.coldest(); left > 0;) {
@@ -105,13 +98,13 @@ const PrefixTree::Sizes& PrefixTree::plan_evict(int64_t n, int column) {
       }
       const int64_t keep = std::max<int64_t>(0, at.run.length - left);
       left -= at.run.length - keep;
-      cut(node, at.run.length, keep);
+      cut(node, at.run.length, keep, plan);
       node = next;
     }
-    return sizes_;
+    return;
   }
-  const auto counted = [&] { return sizes_.columns[static_cast<size_t>(column)]; };
-  plan(pages, counted, [&](int32_t node, int32_t length, int64_t missing) {
+  const auto counted = [&] { return plan.columns_[static_cast<size_t>(column)]; };
+  this->plan(pages, plan, counted, [&](int32_t node, int32_t length, int64_t missing) {
     // The last page that has to go, and back to the checkpoint before it.
     int64_t page = math_.page(length);
     if (!is_window(column)) {
@@ -125,39 +118,33 @@ const PrefixTree::Sizes& PrefixTree::plan_evict(int64_t n, int column) {
     const int32_t kept = static_cast<int32_t>(math_.first_slot(page));
     return has_states_ ? last_checkpoint(node, kept) : kept;
   });
-  return sizes_;
 }
 
-const PrefixTree::Sizes& PrefixTree::plan_evict_states(int64_t n) {
+void PrefixTree::plan_evict_states(int64_t n, Removal& plan) const {
   require_evictable(n, "evictable states", states_);
-  begin_plan(false);
-  plan(
-      n, [&] { return sizes_.states; },
+  begin(plan);
+  this->plan(
+      n, plan, [&] { return plan.states_; },
       [&](int32_t node, int32_t length, int64_t missing) {
         int32_t kept = last_checkpoint(node, length);
         for (; kept > 0 && missing > 0; --missing) kept = last_checkpoint(node, kept - 1);
         return kept;
       });
-  return sizes_;
 }
 
-template <typename Each>
-void PrefixTree::for_subtree(int32_t top, Each each) const {
-  for (int32_t node = top;; node = nodes_[node].next_sibling) {
-    for (each(node); nodes_[node].first_child >= 0; each(node)) node = nodes_[node].first_child;
-    while (node != top && nodes_[node].next_sibling < 0) node = nodes_[node].parent;
-    if (node == top) return;
-  }
-}
-
-const PrefixTree::Sizes& PrefixTree::plan_drop(std::string_view space) {
-  begin_plan(true);
-  dropped_root_ = find_root(space);
-  if (dropped_root_ < 0) return sizes_;
-  for_subtree(dropped_root_, [&](int32_t node) {
-    if (nodes_[node].locks == 0 && !nodes_[node].is_root()) cut(node, nodes_[node].run.length, 0);
+void PrefixTree::plan_drop(std::string_view space, Removal& plan) const {
+  begin(plan);
+  plan.dropped_ = find_root(space);
+  if (plan.dropped_ < 0) return;
+  for_subtree(plan.dropped_, [&](int32_t node) {
+    const Node& at = nodes_[node];
+    if (at.is_root()) return;
+    if (at.locks == 0) {
+      cut(node, at.run.length, 0, plan);
+    } else if (is_listened_ && !is_lost(node)) {  // it stays, but nobody finds it
+      plan.news_.push_back(event(EventKind::kRemoved, node, at.begin, at.end()));
+    }
   });
-  return sizes_;
 }
 
 void PrefixTree::apply(const Cut& cut) {
@@ -181,11 +168,12 @@ void PrefixTree::apply(const Cut& cut) {
   if (cut.to == 0) remove(cut.node);
 }
 
-void PrefixTree::carry_out(const std::vector<int32_t*>& columns, int32_t* states) {
-  events_.reserve(events_.size() + cut_events_.size());
+void PrefixTree::carry_out(Removal& plan, const std::vector<int32_t*>& columns, int32_t* states) {
+  if (!plan.news_.empty()) events_.reserve(events_.size() + plan.news_.size());
+  const std::vector<Cut>& cuts = plan.cuts_;
   for (size_t c = 0; c < columns.size(); ++c) {
     int32_t* out = columns[c];
-    for (const Cut& cut : cuts_) {
+    for (const Cut& cut : cuts) {
       const Run& run = nodes_[cut.node].run;
       const int64_t begin = math_.page(cut.to), end = math_.page(cut.from);
       if (!is_window(static_cast<int>(c))) {
@@ -198,24 +186,23 @@ void PrefixTree::carry_out(const std::vector<int32_t*>& columns, int32_t* states
       });
     }
   }
-  for (const Cut& cut : cuts_) {
+  for (const Cut& cut : cuts) {
     for_checkpoints(cut, [&](const Checkpoint& checkpoint) { *states++ = checkpoint.state_id; });
   }
-  if (!is_drop_) {
-    for (const Cut& cut : cuts_) apply(cut);
-  } else if (dropped_root_ >= 0) {
-    Node& root = nodes_[dropped_root_];
+  if (plan.dropped_ < 0) {
+    for (const Cut& cut : cuts) apply(cut);
+  } else {
+    Node& root = nodes_[plan.dropped_];
     ++root.locks;  // it outlives its children until here
-    for (auto cut = cuts_.rbegin(); cut != cuts_.rend(); ++cut) apply(*cut);
-    const auto name = names_.find(dropped_root_);
+    for (auto cut = cuts.rbegin(); cut != cuts.rend(); ++cut) apply(*cut);
+    const auto name = names_.find(plan.dropped_);
     if (name->second.empty()) default_root_ = -1;
     roots_.erase(name->second);
     root.is_dropped = true;
     --root.locks;
-    free_root_if_empty(dropped_root_);
+    free_root_if_empty(plan.dropped_);
   }
-  for (TreeEvent& gone : cut_events_) events_.push_back(std::move(gone));
-  cut_events_.clear();
+  if (!plan.news_.empty()) tell(plan.news_);
 }
 
 void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<std::vector<int32_t>>& freed) {
@@ -251,25 +238,31 @@ void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<st
     tops.push_back(each);
   }
   // What nobody protects goes, and of the rest it is noted that it is lost. All that may fail comes first.
-  begin_plan(false);
+  Removal plan;
+  begin(plan);
   for (const Found& top : tops) {
     for_subtree(top.node, [&](int32_t node) {
-      if (nodes_[node].locks > 0) return;
-      cut(node, nodes_[node].run.length, node == top.node ? math_.first_slot(top.page) : 0);
+      const Node& at = nodes_[node];
+      const int64_t from = node == top.node ? math_.first_slot(top.page) : 0;
+      if (at.locks == 0) {
+        cut(node, at.run.length, from, plan);
+      } else if (is_listened_ && !is_lost(node)) {
+        plan.news_.push_back(event(EventKind::kRemoved, node, at.begin + from, at.end()));
+      }
     });
   }
-  std::reverse(cuts_.begin(), cuts_.end());  // children before their parents
+  std::reverse(plan.cuts_.begin(), plan.cuts_.end());  // children before their parents
   std::vector<int32_t*> columns;
   freed.resize(windows_.size());
   for (size_t c = 0; c < freed.size(); ++c) {
-    freed[c].resize(static_cast<size_t>(sizes_.columns[c]));
+    freed[c].resize(static_cast<size_t>(plan.columns_[c]));
     columns.push_back(freed[c].data());
   }
-  std::vector<int32_t> states(static_cast<size_t>(sizes_.states));
+  std::vector<int32_t> states(static_cast<size_t>(plan.states_));
   std::vector<std::pair<int32_t, int64_t>> rests;  // what the cut runs leave, or continued, by node and number
-  rests.reserve(cuts_.size());
+  rests.reserve(plan.cuts_.size());
   reserve(static_cast<int64_t>(tops.size()), static_cast<int64_t>(tops.size()));
-  events_.reserve(events_.size() + cut_events_.size());
+  events_.reserve(events_.size() + plan.news_.size());
   for (const Found& top : tops) {
     if (nodes_[top.node].locks == 0) continue;
     if (top.page > 0) split(top.node, nodes_[top.node].begin + math_.first_slot(top.page));
@@ -281,56 +274,55 @@ void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<st
       nodes_[node].family = next_family_++;
     });
   }
-  for (const Cut& cut : cuts_) {
+  for (const Cut& cut : plan.cuts_) {
     const int32_t rest = cut.to > 0 ? cut.node : nodes_[cut.node].parent;
     if (!nodes_[rest].is_root()) rests.emplace_back(rest, nodes_[rest].number);
   }
-  carry_out(columns, states.data());
+  carry_out(plan, columns, states.data());
   if (set_of_.empty() || has_full_) return;
   for (const auto& [node, number] : rests) {
     if (nodes_[node].number == number) prune(node);
   }
 }
 
-int64_t PrefixTree::plan_punch(LeaseId id, int column, int64_t end) {
+void PrefixTree::plan_punch(LeaseId id, int column, int64_t end, Punch& plan) const {
   if (!is_window(column)) throw BadArgument("column " + text(column) + " has no window: its pages are all needed");
   int32_t node = require(id).node;
-  path_.clear();
-  cut_events_.clear();
-  planned_column_ = column;
-  planned_pages_ = math_.page(end);  // a page that reaches past `end` stays
-  int64_t num = 0;
+  plan.path_.clear();
+  plan.news_.clear();
+  plan.column_ = column;
+  plan.end_ = math_.page(end);  // a page that reaches past `end` stays
+  plan.num_pages_ = 0;
+  const bool is_told = is_listened_ && !is_lost(node);
   for (; !nodes_[node].is_root() && nodes_[node].locks == 1; node = nodes_[node].parent) {
     const Node& at = nodes_[node];
     const int64_t first = math_.page(at.begin);
-    if (first >= planned_pages_) continue;
-    path_.push_back(node);
-    num += count_held(at.run, column, 0, std::min(planned_pages_, math_.page(at.end())) - first);
+    if (first >= plan.end_) continue;
+    plan.path_.push_back(node);
+    plan.num_pages_ += count_held(at.run, column, 0, std::min(plan.end_, math_.page(at.end())) - first);
   }
-  std::reverse(path_.begin(), path_.end());
-  if (is_listened_) {
-    for (int32_t each : path_) {
-      const Node& at = nodes_[each];
-      const int64_t first = math_.page(at.begin);
-      int64_t page = first;
-      runs_.for_places(at.run, 0, std::min(planned_pages_, math_.page(at.end())) - first,
-                       [&](int32_t, int64_t place, int64_t n) {
-                         for (const int64_t end = place + n; place < end; ++place, ++page) {
-                           const int32_t id = runs_.id_at(column, place);
-                           if (id >= 0) cut_events_.push_back(page_event(false, {each, column, page, place}, id));
-                         }
-                       });
-    }
-    events_.reserve(events_.size() + cut_events_.size());
+  std::reverse(plan.path_.begin(), plan.path_.end());
+  if (!is_told) return;
+  for (int32_t each : plan.path_) {
+    const Node& at = nodes_[each];
+    const int64_t first = math_.page(at.begin);
+    int64_t page = first;
+    const auto tell_page = [&](int32_t, int64_t place, int64_t n) {
+      for (const int64_t last = place + n; place < last; ++place, ++page) {
+        const int32_t id = runs_.id_at(column, place);
+        if (id >= 0) plan.news_.push_back(page_event(EventKind::kRemoved, {each, column, page, place}, id));
+      }
+    };
+    runs_.for_places(at.run, 0, std::min(plan.end_, math_.page(at.end())) - first, tell_page);
   }
-  return num;
 }
 
-void PrefixTree::carry_out_punch(int32_t* out) {
-  for (int32_t node : path_) {
+void PrefixTree::carry_out(Punch& plan, int32_t* out) {
+  events_.reserve(events_.size() + plan.news_.size());
+  for (int32_t node : plan.path_) {
     const Node& at = nodes_[node];
     int64_t punched = 0;
-    runs_.for_pages(at.run, planned_column_, 0, std::min(planned_pages_, math_.page(at.end())) - math_.page(at.begin),
+    runs_.for_pages(at.run, plan.column_, 0, std::min(plan.end_, math_.page(at.end())) - math_.page(at.begin),
                     [&](int32_t* ids, int64_t n) {
                       for (int64_t i = 0; i < n; ++i) {
                         if (ids[i] < 0) continue;
@@ -339,13 +331,12 @@ void PrefixTree::carry_out_punch(int32_t* out) {
                         ++punched;
                       }
                     });
-    add_held(node, planned_column_, -punched);
+    add_held(node, plan.column_, -punched);
   }
-  for (TreeEvent& gone : cut_events_) events_.push_back(std::move(gone));
-  cut_events_.clear();
+  tell(plan.news_);
 }
 
-int64_t PrefixTree::plan_replace(const Sequence& sequence, const std::vector<Ids>& columns) {
+void PrefixTree::plan_replace(const Sequence& sequence, const std::vector<Ids>& columns, Replacement& plan) const {
   require_tokens(sequence.tokens, 0);
   require_columns(sequence.tokens, columns);
   const int64_t end = math_.first_slot(math_.page(sequence.tokens.size));
@@ -355,44 +346,45 @@ int64_t PrefixTree::plan_replace(const Sequence& sequence, const std::vector<Ids
     translated = extra_keys_.find(entries, sequence.tokens.size, 0, *sequence.ranges);
     entries = translated.data();
   }
-  path_.clear();
-  cut_events_.clear();
+  plan.path_.clear();
+  plan.news_.clear();
   const int32_t root = find_root(sequence.space);
-  const auto step = [&](int32_t node, int64_t) { path_.push_back(node); };
+  const auto step = [&](int32_t node, int64_t) { plan.path_.push_back(node); };
   const int64_t found = root < 0 ? 0 : walk<false>({root, 0}, entries, 0, end, nullptr, step).depth;
   if (found != end) {
     throw BadArgument("only " + text(found) + " of " + text(end) +
                       " tokens are in the tree: replace what a match finds");
   }
-  if (is_listened_ && end > 0) {
-    TreeEvent gone{false, std::string(sequence.space), 0, 0, {}, {}, {}};
-    gone.tokens.assign(sequence.tokens.data, sequence.tokens.data + end);
-    TreeEvent news = gone;
-    news.is_stored = true;
-    for (int c = 0; c < num_columns(); ++c) {
-      const Ids ids = columns[static_cast<size_t>(c)];
-      news.columns.emplace_back(ids.data, ids.data + math_.page(end));
-      std::vector<int32_t> old(static_cast<size_t>(math_.page(end)));
-      for (int32_t node : path_) {
-        const Node& at = nodes_[node];
-        const int64_t n = math_.page(std::min<int64_t>(at.end(), end) - at.begin);
-        runs_.copy_pages(at.run, c, 0, n, old.data() + math_.page(at.begin));
-      }
-      gone.columns.push_back(std::move(old));
+  plan.num_pages_ = math_.page(end);
+  if (!is_listened_ || end == 0) return;
+  TreeEvent gone{EventKind::kRemoved, true, std::string(sequence.space)};
+  gone.parent = key_at(root, 0);
+  gone.keys.resize(static_cast<size_t>(plan.num_pages_));
+  make_keys(gone.parent, entries, plan.num_pages_, gone.keys.data());
+  describe(gone, entries, end);
+  TreeEvent news = gone;
+  news.kind = EventKind::kStored;
+  for (int c = 0; c < num_columns(); ++c) {
+    const Ids ids = columns[static_cast<size_t>(c)];
+    news.columns.emplace_back(ids.data, ids.data + plan.num_pages_);
+    std::vector<int32_t> old(static_cast<size_t>(plan.num_pages_));
+    for (int32_t node : plan.path_) {
+      const Node& at = nodes_[node];
+      const int64_t n = math_.page(std::min<int64_t>(at.end(), end) - at.begin);
+      runs_.copy_pages(at.run, c, 0, n, old.data() + math_.page(at.begin));
     }
-    cut_events_.push_back(std::move(gone));
-    cut_events_.push_back(std::move(news));
-    events_.reserve(events_.size() + 2);
+    gone.columns.push_back(std::move(old));
   }
-  planned_pages_ = math_.page(end);
-  return planned_pages_;
+  plan.news_.push_back(std::move(gone));
+  plan.news_.push_back(std::move(news));
 }
 
-void PrefixTree::carry_out_replace(const std::vector<Ids>& columns, const std::vector<int32_t*>& out) {
-  for (int32_t node : path_) {
+void PrefixTree::carry_out(Replacement& plan, const std::vector<Ids>& columns, const std::vector<int32_t*>& out) {
+  events_.reserve(events_.size() + plan.news_.size());
+  for (int32_t node : plan.path_) {
     const Node& at = nodes_[node];
     const int64_t first = math_.page(at.begin);
-    const int64_t n = std::min(math_.page(at.run.length), planned_pages_ - first);
+    const int64_t n = std::min(math_.page(at.run.length), plan.num_pages_ - first);
     for (int c = 0; c < num_columns(); ++c) {
       const Ids ids = columns[static_cast<size_t>(c)];
       int64_t page = first, more = 0;
@@ -407,11 +399,11 @@ void PrefixTree::carry_out_replace(const std::vector<Ids>& columns, const std::v
     }
     nodes_[node].family = replaced_ = next_family_++;
   }
-  for (TreeEvent& each : cut_events_) events_.push_back(std::move(each));
-  cut_events_.clear();
+  tell(plan.news_);
 }
 
 void PrefixTree::reset() {
+  if (is_listened_ && !names_.empty()) events_.push_back(TreeEvent{EventKind::kReset});
   nodes_.clear();
   free_node_ = -1;
   runs_.clear();

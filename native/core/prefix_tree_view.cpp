@@ -15,17 +15,74 @@ std::vector<int32_t> PrefixTree::decode(const int32_t* entries, int64_t n) const
   return tokens;
 }
 
-TreeEvent PrefixTree::event(bool is_stored, int32_t node, int64_t begin, int64_t end) const {
-  const Node& at = nodes_[node];
-  TreeEvent event{is_stored, space_of(node), begin, 0, {}, {}, {}};
-  if (begin > 0) {
-    const Node& before = begin > at.begin ? at : nodes_[at.parent];
-    const int64_t page = math_.page(begin - before.begin);
-    runs_.copy_pages(before.run, 0, page - 1, page, &event.parent);
+void PrefixTree::listen(bool on) {
+  if (on == is_listened_) return;
+  is_listened_ = on;
+  if (!on) {
+    events_.clear();
+    return runs_.drop_keys();
   }
+  try {
+    runs_.keep_keys();
+  } catch (...) {
+    is_listened_ = false;
+    throw;
+  }
+  for (const auto& [root, name] : names_) {
+    for_subtree(root, [&](int32_t node) {
+      const Node& at = nodes_[node];
+      if (at.is_root()) return;
+      uint64_t before = key_at(at.parent, at.begin);
+      runs_.for_places(at.run, 0, math_.page(at.run.length), [&](int32_t, int64_t place, int64_t n) {
+        make_keys(before, runs_.tokens_at(place), n, runs_.keys_at(place));
+        before = runs_.keys_at(place)[n - 1];
+      });
+    });
+  }
+}
+
+std::vector<TreeEvent> PrefixTree::retell() const {
+  std::vector<TreeEvent> news;
+  for (const auto& [name, root] : roots_) {
+    for_subtree(root, [&](int32_t node) {
+      const Node& at = nodes_[node];
+      if (!at.is_root() && !is_lost(node)) news.push_back(event(EventKind::kStored, node, at.begin, at.end()));
+    });
+  }
+  return news;
+}
+
+uint64_t PrefixTree::key_at(int32_t node, int64_t position) const {
+  if (position == 0) return key_of_bytes(space_of(node));
+  const Node& at = nodes_[climb({node, position}).node];
+  const int64_t page = math_.page(position - at.begin) - 1;
+  return *runs_.keys_at(position == at.end() ? runs_.last_place(at.run) : runs_.place_of(at.run, page));
+}
+
+void PrefixTree::make_keys(uint64_t before, const int32_t* entries, int64_t num_pages, uint64_t* out) const {
+  for (int64_t p = 0; p < num_pages; ++p) {
+    for (int64_t i = 0; i < math_.size(); ++i) before = extra_keys_.absorb_entry(before, *entries++);
+    out[p] = before;
+  }
+}
+
+void PrefixTree::describe(TreeEvent& event, const int32_t* entries, int64_t n) const {
+  event.tokens = decode(entries, n);
+  if (!extra_keys_.empty()) event.ranges = extra_keys_.ranges(entries, n, event.position);
+}
+
+TreeEvent PrefixTree::event(EventKind kind, int32_t node, int64_t begin, int64_t end) const {
+  const Node& at = nodes_[node];
+  TreeEvent event{kind, false, space_of(node), begin, key_at(node, begin)};
+  runs_.for_places(at.run, math_.page(begin - at.begin), math_.page(end - at.begin),
+                   [&](int32_t, int64_t place, int64_t n) {
+                     event.keys.insert(event.keys.end(), runs_.keys_at(place), runs_.keys_at(place) + n);
+                   });
   std::vector<int32_t> entries(static_cast<size_t>(end - begin));
   runs_.copy_tokens(at.run, begin - at.begin, end - at.begin, entries.data());
-  event.tokens = decode(entries.data(), end - begin);
+  describe(event, entries.data(), end - begin);
+  for_checkpoints({node, static_cast<int32_t>(end - at.begin), static_cast<int32_t>(begin - at.begin)},
+                  [&](const Checkpoint& checkpoint) { event.states.push_back(checkpoint); });
   for (int c = 0; c < num_columns(); ++c) {
     auto& ids = event.columns.emplace_back(static_cast<size_t>(math_.page(end - begin)));
     runs_.copy_pages(at.run, c, math_.page(begin - at.begin), math_.page(end - at.begin), ids.data());
@@ -33,14 +90,12 @@ TreeEvent PrefixTree::event(bool is_stored, int32_t node, int64_t begin, int64_t
   return event;
 }
 
-TreeEvent PrefixTree::page_event(bool is_stored, const Hole& at, int32_t id) const {
-  TreeEvent event{is_stored, space_of(at.node), math_.first_slot(at.page), 0, {}, {}, {}};
-  if (at.page > 0) {
-    const Node& node = nodes_[at.node];
-    const bool is_first = math_.first_slot(at.page) == node.begin;
-    event.parent = runs_.id_at(0, is_first ? runs_.last_place(nodes_[node.parent].run) : runs_.place_before(at.place));
-  }
-  event.tokens = decode(runs_.tokens_at(at.place), math_.size());
+TreeEvent PrefixTree::page_event(EventKind kind, const Hole& at, int32_t id) const {
+  TreeEvent event{kind, true, space_of(at.node), math_.first_slot(at.page)};
+  const bool is_first = event.position == nodes_[at.node].begin;
+  event.parent = is_first ? key_at(at.node, event.position) : *runs_.keys_at(runs_.place_before(at.place));
+  event.keys.push_back(*runs_.keys_at(at.place));
+  describe(event, runs_.tokens_at(at.place), math_.size());
   for (int c = 0; c < num_columns(); ++c) event.columns.emplace_back(1, c == at.column ? id : -1);
   return event;
 }
@@ -119,6 +174,7 @@ std::vector<NodeInfo> PrefixTree::nodes(int64_t max_nodes, int64_t max_tokens, c
     view.leases = held == leases.end() ? 0 : held->second;
     view.used = node.is_root() ? 0 : node.used;
     if (has_states_) view.checkpoints = checkpoints_[static_cast<size_t>(index)];
+    view.is_lost = is_lost(index);
     views.push_back(std::move(view));
 
     children.clear();
@@ -180,6 +236,15 @@ void PrefixTree::check_node(int32_t index, std::vector<bool>& chunks) const {
     }
   };
   if (!set_of_.empty()) runs_.for_places(node.run, 0, math_.page(node.run.length), check_places);
+  if (is_listened_) {
+    uint64_t key = key_at(node.parent, node.begin);
+    std::vector<uint64_t> keys(static_cast<size_t>(runs_.pages_per_chunk()));
+    runs_.for_places(node.run, 0, math_.page(node.run.length), [&](int32_t, int64_t place, int64_t n) {
+      make_keys(key, runs_.tokens_at(place), n, keys.data());
+      if (!std::equal(keys.begin(), keys.begin() + n, runs_.keys_at(place))) broken(14, index, "a key is not its own");
+      key = keys[static_cast<size_t>(n - 1)];
+    });
+  }
   if (has_states_) {
     int64_t before = node.begin;
     for (const Checkpoint& checkpoint : checkpoints_[static_cast<size_t>(index)]) {

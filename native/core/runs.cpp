@@ -42,6 +42,19 @@ void RunStore::expect(int64_t tokens) {
   ids_.reserve(chunks * num_columns_ * chunk_pages_);
   next_.reserve(chunks);
   prev_.reserve(chunks);
+  if (has_keys_) keys_.reserve(chunks * chunk_pages_);
+}
+
+void RunStore::keep_keys() {
+  if (has_keys_) return;
+  keys_.reserve(num_chunks() * chunk_pages_);
+  keys_.extend(num_chunks() * chunk_pages_);
+  has_keys_ = true;
+}
+
+void RunStore::drop_keys() {
+  keys_.free();
+  has_keys_ = false;
 }
 
 int32_t RunStore::take() {
@@ -56,6 +69,7 @@ int32_t RunStore::take() {
   ids_.extend(num_columns_ * chunk_pages_);
   next_.extend(1);
   prev_.extend(1);
+  if (has_keys_) keys_.extend(chunk_pages_);
   return static_cast<int32_t>(chunk);
 }
 
@@ -115,6 +129,10 @@ void RunStore::copy_rest(int32_t from, int32_t to, int64_t offset) {
   for (int c = 0; c < num_columns_; ++c) {
     std::memcpy(const_cast<int32_t*>(ids_of(c, to)) + page, ids_of(c, from) + page,
                 static_cast<size_t>(chunk_pages_ - page) * sizeof(int32_t));
+  }
+  if (has_keys_) {
+    std::memcpy(keys_.data() + to * chunk_pages_ + page, keys_.data() + from * chunk_pages_ + page,
+                static_cast<size_t>(chunk_pages_ - page) * sizeof(uint64_t));
   }
 }
 
@@ -212,6 +230,7 @@ void RunStore::clear() {
   ids_.clear();
   next_.clear();
   prev_.clear();
+  keys_.clear();
   free_ = -1;
   num_free_ = 0;
 }

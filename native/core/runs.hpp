@@ -1,4 +1,4 @@
-// Where the tokens and page ids of a tree's nodes lie.
+// Where the tokens and page ids of a tree's nodes lie, and the keys of pages while somebody wants them.
 //
 // A run is a chain of chunks. A chunk holds 64 tokens (one page, where a page is longer) and, a column
 // of page ids, the ids of their pages. Runs grow and are trimmed at their end and never move: a request
@@ -37,6 +37,11 @@ class RunStore {
     const int64_t used = run.length == 0 ? 0 : (run.offset + run.length) % chunk_tokens_;
     return (n - (used == 0 ? 0 : chunk_tokens_ - used) + chunk_tokens_ - 1) / chunk_tokens_;
   }
+
+  // Keeps a key of 64 bits for each page from now on, not written yet; or no longer.
+  void keep_keys();
+  void drop_keys();
+  bool has_keys() const { return has_keys_; }
 
   // Addresses for so many tokens.
   void expect(int64_t tokens);
@@ -107,7 +112,14 @@ class RunStore {
   int32_t& id_at(int column, int64_t place) {
     return const_cast<int32_t*>(ids_of(column, chunk_of(place)))[place % chunk_pages_];
   }
+  // The keys of pages from a place on, as far as its chunk goes.
+  uint64_t* keys_at(int64_t place) { return keys_.data() + place; }
+  const uint64_t* keys_at(int64_t place) const { return keys_.data() + place; }
   const int32_t* tokens_at(int64_t place) const { return tokens_.data() + math_.first_slot(place); }
+  int64_t place_of(const Run& run, int64_t page) const {
+    const int64_t at = math_.first_slot(page);
+    return chunk_at(run, at) * chunk_pages_ + math_.page((run.offset + at) % chunk_tokens_);
+  }
   int64_t last_place(const Run& run) const {
     return run.tail * chunk_pages_ + math_.page((run.offset + run.length - 1) % chunk_tokens_);
   }
@@ -155,7 +167,7 @@ class RunStore {
   }
   int32_t take();
   void give(int32_t chunk);
-  // Tokens and ids of a chunk from an offset on, to the same place of another.
+  // Tokens, ids and keys of a chunk from an offset on, to the same place of another.
   void copy_rest(int32_t from, int32_t to, int64_t offset);
   // The chunk of token `at` of a run, from whichever end is nearer.
   int32_t chunk_at(const Run& run, int64_t at) const;
@@ -181,8 +193,10 @@ class RunStore {
   int64_t chunk_tokens_;
   GrowArray<int32_t> tokens_;       // [chunks * chunk_tokens]
   GrowArray<int32_t> ids_;          // [chunks, columns, chunk_pages]: what one chunk has, lies together
+  GrowArray<uint64_t> keys_;        // [chunks * chunk_pages], while has_keys_
   GrowArray<int32_t> next_, prev_;  // [chunks]
-  int32_t free_ = -1;               // chunks that were given back, through next_, last in first out
+  bool has_keys_ = false;
+  int32_t free_ = -1;  // chunks that were given back, through next_, last in first out
   int64_t num_free_ = 0;
 };
 

@@ -2,20 +2,6 @@
 
 namespace pagoda {
 
-void WindowPages::link(int32_t page, int32_t before) {
-  const int32_t after = prev_[before];
-  next_[after] = prev_[before] = page;
-  prev_[page] = after;
-  next_[page] = before;
-  ++num_unread_;
-}
-
-void WindowPages::unlink(int32_t page) {
-  next_[prev_[page]] = next_[page];
-  prev_[next_[page]] = prev_[page];
-  --num_unread_;
-}
-
 void WindowPages::add(int32_t page) {
   is_cached_[page] = 1;
   count_[page] = 1;
@@ -23,38 +9,40 @@ void WindowPages::add(int32_t page) {
 }
 
 void WindowPages::read(int32_t page) {
-  if (count_[page]++ == 0) unlink(page);
+  if (count_[page]++ > 0) return;
+  unread_.remove(page);
+  --num_unread_;
 }
 
 // Pages that were left one after the other are neighbours in the list, and leave it together.
 void WindowPages::read(const int32_t* ids, int64_t n) {
   for (int64_t i = 0; i < n;) {
-    const int32_t first = ids[i++];
-    if (count_[first]++ > 0) continue;
-    const int32_t before = prev_[first];
     const int64_t begin = i;
-    int32_t after = next_[first];
-    for (; i < n && ids[i] == after; ++i) {
-      ++count_[ids[i]];
-      after = next_[ids[i]];
-    }
-    next_[before] = after;
-    prev_[after] = before;
-    num_unread_ -= i - begin + 1;
+    if (count_[ids[i++]]++ > 0) continue;
+    while (i < n && ids[i] == unread_.next(ids[i - 1])) ++count_[ids[i++]];
+    unread_.remove(ids[begin], ids[i - 1]);
+    num_unread_ -= i - begin;
   }
 }
 
 void WindowPages::leave(int32_t page, bool is_lost) {
-  if (--count_[page] == 0) link(page, is_lost ? next_[0] : 0);
+  if (--count_[page] > 0) return;
+  ++num_unread_;
+  if (is_lost) {
+    unread_.add_first(page);
+  } else {
+    unread_.add_last(page);
+  }
 }
 
 void WindowPages::put_first(int32_t page) {
-  unlink(page);
-  link(page, next_[0]);
+  unread_.remove(page);
+  unread_.add_first(page);
 }
 
 void WindowPages::forget(int32_t page) {
-  unlink(page);
+  unread_.remove(page);
+  --num_unread_;
   is_cached_[page] = 0;
   --num_cached_;
 }

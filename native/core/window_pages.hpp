@@ -7,9 +7,11 @@
 // tree's page, so that when that one is evicted the row's takes its place and nothing is lost.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/fence_queue.hpp"
+#include "core/intrusive_list.hpp"
 #include "core/lazy_array.hpp"
 
 namespace pagoda {
@@ -20,8 +22,7 @@ class WindowPages {
   WindowPages(int64_t num_pages, int64_t num_places)
       : count_(num_pages + 1),
         is_cached_(num_pages + 1),
-        next_(num_pages + 1),
-        prev_(num_pages + 1),
+        unread_(LazyArray<ListLink>(num_pages + 1)),
         first_duplicate_(num_pages + 1),
         tree_page_(num_pages > 0 ? num_places : 0),
         next_duplicate_(num_pages > 0 ? num_places : 0),
@@ -32,8 +33,8 @@ class WindowPages {
   int32_t readers(int32_t page) const { return count_[page]; }
   bool is_cached(int32_t page) const { return is_cached_[page] != 0; }
   // The page to evict first, 0 for none, and the one behind another.
-  int32_t first_unread() const { return next_[0]; }
-  int32_t after(int32_t page) const { return next_[page]; }
+  int32_t first_unread() const { return std::max(0, unread_.first()); }
+  int32_t after(int32_t page) const { return std::max(0, unread_.next(page)); }
 
   void add(int32_t page);                    // the tree takes it, and a row reads it
   void read(int32_t page);                   // one reader more
@@ -56,12 +57,9 @@ class WindowPages {
   FenceQueue<int32_t> leaving;  // readers that leave when their fence has passed
 
  private:
-  void link(int32_t page, int32_t before);  // 0: last
-  void unlink(int32_t page);
-
   LazyArray<int32_t> count_;         // [num_pages + 1] readers
   LazyArray<uint8_t> is_cached_;     // [num_pages + 1]
-  LazyArray<int32_t> next_, prev_;   // [num_pages + 1] of those that nobody reads; 0 is both ends
+  IntrusiveList<LazyArray<ListLink>> unread_;  // pages that nobody reads
   LazyArray<int32_t> first_duplicate_;                                    // [num_pages + 1] places
   LazyArray<int32_t> tree_page_, next_duplicate_, prev_duplicate_;  // [num_places]; 0: none
   int64_t num_unread_ = 0;

@@ -22,6 +22,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return (type(value).__name__, [plain(it) for it in value])
     kind = type(value).__name__
+    if kind == "Reset":
+        return kind
     if kind == "Match":
         return (value.length, value.found, plain(value.page_ids), plain(value.columns), value.state_id)
     if kind == "Lease":
@@ -57,9 +59,7 @@ class Driver:
         self.matches: list[tuple[Any, Any]] = []
         self.old: list[tuple[Any, Any]] = []  # released, or from before a reset
         self.events: tuple[list[Any], list[Any]] = ([], [])
-        if self.random.random() < 0.7:  # without a listener the native tree takes other ways
-            for tree, events in zip(pair, self.events, strict=True):
-                tree.listen(events.append)
+        self.is_listening = False
         self.next_id = 1
         self.hole_share = self.random.choice([0.05, 0.3, 0.7])
         self.key_share = self.random.choice([0, 0, 0.2])
@@ -79,9 +79,12 @@ class Driver:
             (self.nodes, 20),
             (self.drop, 20),
             (self.reset, 4),
+            (self.listen, 4),
             (self.punch, 300 if any(windows) else 0),
             (self.evict_states, 200 if self.has_states else 0),
         ]
+        if self.random.random() < 0.7:  # without a listener the native tree takes other ways
+            self.listen()
 
     def both(self, name: str, of: Callable[[int], tuple[Any, ...]], **named: Any) -> tuple[Any, Any] | None:
         """One call to both; what came back, or None when both refused alike."""
@@ -290,6 +293,12 @@ class Driver:
     def reset(self) -> None:
         self.both("reset", lambda _: ())
         self.old, self.leases = self.leases, []
+
+    def listen(self) -> None:
+        """Begins or ends: whoever begins late is told what is there."""
+        call = "unlisten" if self.is_listening else "listen"
+        self.both(call, lambda index: (self.events[index].append,))
+        self.is_listening = not self.is_listening
 
     def run(self, num_calls: int) -> None:
         calls, weights = [it[0] for it in self.calls], [it[1] for it in self.calls]

@@ -366,7 +366,8 @@ class Model:
     def sure_hit(self, space: bytes, ranges: Ranges, tokens: list[int], most: int) -> int:
         """A hit that must be there at least: what a running row has stored. It reads the window behind the
         last page, and where another row stored a page first and left it, its own takes that page's place."""
-        mine, best = self.contents.of(space, ranges, tokens[:most]), 0 for row in self.rows.values():
+        mine, best = self.contents.of(space, ranges, tokens[:most]), 0
+        for row in self.rows.values():
             length = len(row.path) * self.resume_step
             if not row.is_stored or row.is_bad or not best < length <= len(mine):
                 continue

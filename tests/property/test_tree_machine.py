@@ -18,6 +18,7 @@ from pagoda.errors import (
 )
 from pagoda.tree import PrefixTree
 from profiles import examples
+from property.tree_follower import Follower, shown
 from property.tree_machine import MOST_PAGES, TreeMachine, keys, lists, namespaces, rests, symbols
 from property.tree_model import HOLE, Gone, Pages
 from twin import PrefixTwin
@@ -157,7 +158,14 @@ class PlainMachine(TreeMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), given=symbols, extra=keys, rest=rests)
     def insert_behind_a_lease(self, data: st.DataObject, given: list[int], extra: Any, rest: int) -> None:
-        lease, ranges = self.a_lease(data), self.ranges(extra)
+        lease = self.a_lease(data)
+        # A range that began before the lease's end covers all from its begin.
+        over = self.model.extra_keys(self.model.leases[lease.number].pages)
+        ranges = [
+            it
+            for it in self.ranges(extra)
+            if all(over[at] == (it[2], it[0]) for at in range(it[0], lease.length))
+        ]
         tokens = self.tokens(given, rest)
         self.stores(data, tokens, self.model.read(tokens, ranges, lease.length), lease, b"", ranges)
 
@@ -199,13 +207,13 @@ class PlainMachine(TreeMachine):
 
     # Freeing
 
-    def frees(self, freed: Any, gone: list[Gone], *, deepest_first: bool) -> None:
+    def frees(self, freed: Any, gone: list[Gone], told: list[Gone], *, deepest_first: bool) -> None:
         """What came free is what the model frees page by page, each run's pages in order of position."""
-        columns, states = [list[int]() for _ in self.windows_given], list[int]()
-        at = 0
+        ordered: list[Gone] = []
+        num_columns, at = len(self.windows_given), 0
         for event in self.news():
             # How the pages lie in runs is the tree's own; each run is one event.
-            run = gone[at : at + len(event[4]) // self.page_tokens]
+            run = told[at : at + len(event[4])]
             at += len(run)
             assert run
             if deepest_first:
@@ -214,23 +222,25 @@ class PlainMachine(TreeMachine):
             assert [it.prefix for it in run] == [
                 (last[0], last[1][: len(last[1]) - back]) for back in reversed(range(len(run)))
             ]
-            assert event == (
-                "Removed",
-                self.model.names[last[0]],
-                self.model.length(run[0].prefix[1]) - self.page_tokens,
-                run[0].parent,
-                [token for it in run for token in self.model.tokens(it.prefix[1][-1])],
-                tuple([it.ids[column] for it in run] for column in range(len(columns))),
-                tuple(state for it in run for state in it.states),
-            )
-            for it in run:
-                for column, id in enumerate(it.ids):
-                    columns[column] += [] if id == HOLE else [id]
-                states += [state for _, state in it.states]
-        assert at == len(gone)
-        assert lists(freed.columns) == tuple(columns)
-        assert freed.page_ids.tolist() == columns[0]
-        assert (freed.state_ids.dtype, freed.state_ids.tolist()) == (np.int32, states)
+            ids = [[it.ids[column] for it in run] for column in range(num_columns)]
+            states = [state for it in run for state in it.states]
+            assert event == self.model.event("Removed", last, len(run), ids, states)
+            ordered += [it for it in run if it.is_free]
+        assert at == len(told)
+        # Nobody is told again what was lost before, so nobody knows in which runs it lay.
+        lost = [it for it in gone if it not in told]
+        in_order = sorted if lost else list
+        ordered += lost
+        columns = [[it.ids[at] for it in ordered if it.ids[at] != HOLE] for at in range(num_columns)]
+        assert [in_order(ids) for ids in lists(freed.columns)] == [in_order(ids) for ids in columns]
+        assert freed.page_ids.tolist() == freed.columns[0].tolist()
+        state_ids = [state for it in ordered for _, state in it.states]
+        assert freed.state_ids.dtype == np.int32
+        assert in_order(freed.state_ids.tolist()) == in_order(state_ids)
+
+    def evicts(self, freed: Any, gone: list[Gone]) -> None:
+        living = self.model.living.values()
+        self.frees(freed, gone, [it for it in gone if it.prefix[0] in living], deepest_first=True)
 
     @precondition(lambda self: len(self.model.pages) > 2)
     @rule(data=st.data(), num_pages=st.sampled_from([0, 1, 1, 1, 2, 2, 3, 4, 8]), less=st.integers(0, 63))
@@ -250,7 +260,7 @@ class PlainMachine(TreeMachine):
                 assert error == (f"evictable pages of column {column}", wanted, evictable, total)
             assert self.observed() == before
             return
-        self.frees(self.tree.evict(n, column), self.model.evict(wanted, column), deepest_first=True)
+        self.evicts(self.tree.evict(n, column), self.model.evict(wanted, column))
 
     @precondition(lambda self: self.model.states)
     @rule(n=st.sampled_from([0, 1, 1, 2, 4]))
@@ -264,19 +274,20 @@ class PlainMachine(TreeMachine):
             assert error == ("evictable states", n, evictable, total)
             assert self.observed() == before
             return
-        self.frees(self.tree.evict_states(n), self.model.evict(n, None), deepest_first=True)
+        self.evicts(self.tree.evict_states(n), self.model.evict(n, None))
 
     @precondition(lambda self: len(self.model.pages) > 15)
     @rule(namespace=namespaces)
     def drop(self, namespace: bytes) -> None:
-        self.frees(self.tree.drop(namespace), self.model.drop(namespace), deepest_first=False)
+        freed, told = self.tree.drop(namespace), self.model.drop(namespace)
+        self.frees(freed, [it for it in told if it.is_free], told, deepest_first=False)
 
     @precondition(lambda self: len(self.model.pages) > 25)
     @rule()
     def reset(self) -> None:
         self.tree.reset()
         self.model.forget()
-        assert self.news() == []
+        assert self.news() == [("Reset",)]
         for lease in self.leases.values():
             assert not lease.is_held
             with pytest.raises(StaleError):
@@ -387,12 +398,26 @@ class PlainMachine(TreeMachine):
         assert (self.tree.num_nodes, self.tree.num_leaves, self.tree.num_leases) == tuple(counts[3:])
 
     @invariant()
+    def can_be_followed(self) -> None:
+        if not hasattr(self, "tree"):
+            return
+        assert self.follower.picture() == shown(self.tree, self.page_tokens)
+
+    @rule()
+    def follow_anew(self) -> None:
+        """Who comes late is told first what is there."""
+        self.tree.unlisten(self.follower)
+        self.follower = Follower(self.page_tokens)
+        self.tree.listen(self.follower)
+        assert self.news() == []
+
+    @invariant()
     def shows_what_it_holds(self) -> None:
         if not hasattr(self, "tree"):
             return
         views = self.tree.nodes(10**9, 10**9)
         paths: dict[int | None, list[int]] = {}  # node → the tokens up to its end
-        shown = []
+        seen = []
         for view in views:
             path = paths[view.number] = paths.get(view.parent, []) + view.tokens.tolist()
             assert (view.begin, view.end) == (len(path) - len(view.tokens), len(path))
@@ -400,7 +425,7 @@ class PlainMachine(TreeMachine):
             for index, ids in enumerate(zip(*view.columns, strict=True)):
                 end = view.begin + (index + 1) * self.page_tokens
                 held = None if view.leases == 0 else view.leases
-                shown.append((view.namespace, view.is_dropped, path[:end], ids, states.get(end), held))
+                seen.append((view.namespace, view.is_dropped, path[:end], ids, states.get(end), held))
         assert len(views) - self.tree.num_nodes == sum(view.parent is None for view in views)
         expected = []
         for (space, pages), page in self.model.pages.items():
@@ -409,7 +434,7 @@ class PlainMachine(TreeMachine):
             state, is_dropped = self.model.states.get((space, pages)), self.model.living.get(name) != space
             held = self.model.holders((space, pages)) or None
             expected.append((name, is_dropped, tokens, tuple(page.ids), state, held))
-        assert sorted(shown, key=repr) == sorted(expected, key=repr)
+        assert sorted(seen, key=repr) == sorted(expected, key=repr)
 
 
 class GroupsMachine(PlainMachine):

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize
 
+from property.tree_follower import Follower
 from property.tree_model import HOLE, Event, TreeModel
 
 MOST_PAGES, MOST_PAST = 7, 8
@@ -19,10 +20,14 @@ keys = no_keys | no_keys | st.lists(one_key, max_size=2)
 
 
 def flat(event: Any) -> Event:
-    columns = tuple(ids.tolist() for ids in event.columns)
     kind = type(event).__name__
+    if kind == "Reset":
+        return (kind,)
+    columns = tuple(ids.tolist() for ids in event.columns)
     assert all(array.dtype == np.int32 for array in (event.tokens, *event.columns))
-    return (kind, event.namespace, event.position, event.parent, event.tokens.tolist(), columns, event.states)
+    assert event.keys.dtype == np.uint64
+    place = (event.namespace, event.position, event.parent, event.keys.tolist(), event.tokens.tolist())
+    return (kind, *place, event.extra_keys, columns, event.states, event.ids_only)
 
 
 def lists(arrays: Any) -> tuple[list[int], ...]:
@@ -51,6 +56,8 @@ class TreeMachine(RuleBasedStateMachine):
         self.released: list[Any] = []
         self.events: list[Any] = []
         self.tree.listen(self.events.append)
+        self.follower = Follower(page_tokens)
+        self.tree.listen(self.follower)
         self.next_id = 1
         self.past: list[tuple[list[int], Any]] = [([], [])]  # symbols and extra keys of earlier sequences
 

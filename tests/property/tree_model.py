@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from twin.keys import page_keys, ranges_of
+
 HOLE = -1
 Pages = tuple[int, ...]
 Prefix = tuple[int, Pages]
-Event = tuple[Any, ...]  # (kind, namespace, position, parent, tokens, columns, states)
+# (kind, namespace, position, parent, keys, tokens, extra keys, columns, states, ids_only)
+Event = tuple[Any, ...]
 
 
 @dataclass
@@ -33,12 +36,12 @@ class Lease:
 
 @dataclass
 class Gone:
-    """A page that was freed."""
+    """A page that was freed, or that nobody finds any more."""
 
     prefix: Prefix
     ids: list[int]
     states: list[tuple[int, int]]
-    parent: int | None  # column 0's id of the page before
+    is_free: bool = True
 
 
 class TreeModel:
@@ -76,6 +79,11 @@ class TreeModel:
 
     def tokens(self, page: int) -> list[int]:
         return [element[0] for element in list(self.contents)[page]]
+
+    def extra_keys(self, pages: Pages) -> list[Any]:
+        """The (key, begin) over each token, None where there is none."""
+        contents = list(self.contents)
+        return [it[1] if len(it) > 1 else None for page in pages for it in contents[page]]
 
     def length(self, pages: Pages) -> int:
         return len(pages) * self.page_tokens
@@ -115,15 +123,26 @@ class TreeModel:
         return [it for it in self.pages if it[0] == space and it[1][:-1] == pages]
 
     def event(
-        self, kind: str, prefix: Prefix, num_pages: int, columns: Any, states: Sequence[tuple[int, int]] = ()
+        self,
+        kind: str,
+        prefix: Prefix,
+        num_pages: int,
+        columns: Any,
+        states: Sequence[tuple[int, int]] = (),
+        ids_only: bool = False,
     ) -> Event:
-        """About the last `num_pages` of a prefix; to be made while the page before them is there."""
+        """About the last `num_pages` of a prefix."""
         space, pages = prefix
-        before = pages[: len(pages) - num_pages]
-        parent = self.pages[space, before].ids[0] if before else None
-        tokens = [token for page in pages[len(before) :] for token in self.tokens(page)]
+        before, name = len(pages) - num_pages, self.names[space]
+        position, contents = before * self.page_tokens, list(self.contents)
+        elements = [[(it[0], *it[1]) if len(it) > 1 else it[0] for it in contents[page]] for page in pages]
+        keys = page_keys(name, elements)
+        parent = keys[before - 1] if before else None
+        told = [element for page in elements[before:] for element in page]
+        tokens = [token for page in pages[before:] for token in self.tokens(page)]
         lists = tuple(list(ids) for ids in columns)
-        return (kind, self.names[space], self.length(before), parent, tokens, lists, tuple(states))
+        ranges = ranges_of(told, position)
+        return (kind, name, position, parent, keys[before:], tokens, ranges, lists, tuple(states), ids_only)
 
     # Calls. Each is made only with what is right.
 
@@ -206,13 +225,14 @@ class TreeModel:
                     ids[column] = id
                     filled[column].append(n)
                     only = [[id if other == column else HOLE] for other in range(len(columns))]
-                    fills.append(self.event("Stored", (space, sequence[: n + 1]), 1, only))
+                    fills.append(self.event("Stored", (space, sequence[: n + 1]), 1, only, (), True))
         for length, state in checkpoints:
             prefix = (space, sequence[: length // self.page_tokens])
             if length <= self.length(present) and prefix not in self.states:
                 self.states[prefix] = state
                 taken.append(state)
-                events.append(self.event("Stored", prefix, 0, [[] for _ in columns], [(length, state)]))
+                nothing: list[list[int]] = [[] for _ in columns]
+                events.append(self.event("Stored", prefix, 0, nothing, [(length, state)], True))
         stored = sequence
         if self.has_states:
             last = max([length for length, _ in checkpoints], default=0) // self.page_tokens
@@ -246,7 +266,7 @@ class TreeModel:
         old = self.ids(space, pages)
         given = [ids[: len(pages)] for ids in columns]
         events = [
-            self.event(kind, (space, pages), len(pages), ids)
+            self.event(kind, (space, pages), len(pages), ids, (), True)
             for kind, ids in (("Removed", old), ("Stored", given))
         ]
         for n in range(len(pages)):
@@ -264,19 +284,19 @@ class TreeModel:
             if is_own and page.ids[column] != HOLE:
                 ids.append(page.ids[column])
                 gone = [[id if at == column else HOLE] for at, id in enumerate(page.ids)]
-                events.append(self.event("Removed", prefix, 1, gone))
+                if lease.space in self.living.values():
+                    events.append(self.event("Removed", prefix, 1, gone, (), True))
                 punched.append(page)
         for page in punched:
             page.ids[column] = HOLE
         return ids, events
 
-    # Freeing: pages one by one, each with the parent that its event must name.
+    # Freeing: pages one by one.
 
     def remove(self, prefix: Prefix) -> Gone:
-        page, before = self.pages.pop(prefix), prefix[1][:-1]
-        parent = self.pages[prefix[0], before].ids[0] if before else None
+        page = self.pages.pop(prefix)
         states = [(self.length(prefix[1]), self.states.pop(prefix))] if prefix in self.states else []
-        return Gone(prefix, page.ids, states, parent)
+        return Gone(prefix, page.ids, states)
 
     def evict(self, wanted: int, column: int | None) -> list[Gone]:
         """Until so many pages of a column, or so many states, came free; in the order they go."""
@@ -301,16 +321,22 @@ class TreeModel:
         return gone
 
     def drop(self, namespace: bytes) -> list[Gone]:
+        """All of it, in the order told; what leases hold is not free."""
         space = self.space(namespace)
         del self.living[namespace]
-        going: list[Prefix] = []
+        gone: list[Gone] = []
         ahead: list[Prefix] = [(space, ())]
         while ahead:
             prefix = ahead.pop()
             ahead += sorted(self.continuations(prefix), key=lambda it: self.pages[it].order)
-            if prefix[1] and not self.holders(prefix):
-                going.append(prefix)
-        return [self.remove(prefix) for prefix in reversed(going)][::-1]
+            if not prefix[1]:
+                continue
+            if self.holders(prefix):
+                states = [(self.length(prefix[1]), self.states[prefix])] if prefix in self.states else []
+                gone.append(Gone(prefix, list(self.pages[prefix].ids), states, is_free=False))
+            else:
+                gone.append(self.remove(prefix))
+        return gone
 
     # Counts
 

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
 
 from pagoda.errors import ArgumentError
-from pagoda.tree._values import Removed, Stored
+from pagoda.tree._values import Removed, Reset, Stored
 from twin.arguments import as_array, token_of
+from twin.keys import page_keys, ranges_of
 from twin.nodes import Node, Page
 
-__all__ = ["Bulletin", "Listener"]
+__all__ = ["Bulletin", "Event", "Listener"]
 
-Listener = Callable[[Stored | Removed], object]
+Event: TypeAlias = Stored | Removed | Reset
+Listener = Callable[[Event], object]
+
+
+@dataclass(eq=False)
+class Subscription:
+    """One who listens; the same callable may listen twice."""
+
+    listener: Listener
 
 
 class _Delivery:
     """Calls a listener when it goes: what goes wrong then is what Python calls unraisable."""
 
-    def __init__(self, listener: Listener, event: Stored | Removed) -> None:
+    def __init__(self, listener: Listener, event: Event) -> None:
         self.listener, self.event = listener, event
 
     def __del__(self) -> None:
@@ -29,21 +42,27 @@ class Bulletin:
 
     def __init__(self, page_tokens: int) -> None:
         self.page_tokens = page_tokens
-        self.listeners: list[Listener] = []
-        self.waiting: list[Stored | Removed] = []
+        self.listeners: list[Subscription] = []
+        self.waiting: list[tuple[Event, list[Subscription]]] = []  # with those whom it concerns
         self.is_busy = False
 
-    def add(self, listener: Listener) -> None:
-        """One more who listens."""
+    def add(self, listener: Listener, nodes: Iterable[Node]) -> None:
+        """One more who listens; told first what these nodes hold, and nothing of what waits."""
         if not callable(listener):
             raise ArgumentError("listener: give something that can be called")
-        self.listeners.append(listener)
+        everyone, self.listeners = self.listeners, [Subscription(listener)]
+        for node in nodes:
+            self.tell_run(Stored, node, 0, sorted(node.checkpoints.items()))
+        self.listeners = [*everyone, *self.listeners]
+        self.deliver()
 
     def remove(self, listener: Listener) -> None:
         """One less."""
-        if listener not in self.listeners:
-            raise ArgumentError("listener: this one does not listen")
-        self.listeners.remove(listener)
+        for it in self.listeners:
+            if it.listener == listener:
+                self.listeners.remove(it)
+                return
+        raise ArgumentError("listener: this one does not listen")
 
     def tell(
         self,
@@ -53,19 +72,29 @@ class Bulletin:
         pages: Sequence[Page],
         columns: Iterable[Sequence[int]],
         states: Iterable[tuple[int, int]] = (),
+        *,
+        ids_only: bool,
     ) -> None:
-        """An event about pages at an index of a node."""
-        if not self.listeners:
+        """An event about pages at an index of a node; of what nobody can find, nothing is told."""
+        if not self.listeners or node.path()[-1].is_dropped:
             return
-        parent = None
-        if begin > 0:
-            parent = node.pages[begin - 1].ids[0]
-        elif node.parent is not None and node.parent.pages:
-            parent = node.parent.pages[-1].ids[0]
-        position = node.begin + begin * self.page_tokens
-        tokens = as_array([token_of(element) for page in pages for element in page.elements])
-        ids = tuple(as_array(column) for column in columns)
-        self.waiting.append(kind(node.namespace, position, parent, tokens, ids, tuple(states)))
+        before = [] if node.parent is None else node.parent.pages_to_end()
+        before += node.pages[:begin]
+        keys = page_keys(node.namespace, [page.elements for page in [*before, *pages]])
+        elements = [element for page in pages for element in page.elements]
+        position = len(before) * self.page_tokens
+        event = kind(
+            node.namespace,
+            position,
+            keys[len(before) - 1] if before else None,
+            np.array(keys[len(before) :], dtype=np.uint64),
+            as_array([token_of(element) for element in elements]),
+            ranges_of(elements, position),
+            tuple(as_array(column) for column in columns),
+            tuple(states),
+            ids_only,
+        )
+        self.waiting.append((event, self.listeners[:]))
 
     def tell_run(
         self,
@@ -76,12 +105,18 @@ class Bulletin:
     ) -> None:
         """An event about a node's pages from an index on."""
         pages = node.pages[begin:]
-        self.tell(kind, node, begin, pages, zip(*(page.ids for page in pages), strict=True), states)
+        columns = zip(*(page.ids for page in pages), strict=True)
+        self.tell(kind, node, begin, pages, columns, states, ids_only=False)
 
     def tell_all(self, kind: type[Stored] | type[Removed], namespace: bytes, pages: Sequence[Page]) -> None:
-        """An event about pages from the beginning of a sequence, whatever runs they lie in."""
+        """An event about ids of pages from the beginning of a sequence, whatever runs they lie in."""
         root = Node(0, None, namespace, 0, 0)
-        self.tell(kind, root, 0, pages, zip(*(page.ids for page in pages), strict=True))
+        self.tell(kind, root, 0, pages, zip(*(page.ids for page in pages), strict=True), ids_only=True)
+
+    def tell_reset(self) -> None:
+        """That nothing is left."""
+        if self.listeners:
+            self.waiting.append((Reset(), self.listeners[:]))
 
     def deliver(self) -> None:
         """Tells everyone, in order; what a listener's own calls make comes behind."""
@@ -90,8 +125,8 @@ class Bulletin:
         self.is_busy = True
         try:
             while self.waiting:
-                event = self.waiting.pop(0)
-                for listener in list(self.listeners):
-                    _Delivery(listener, event)
+                event, audience = self.waiting.pop(0)
+                for it in [it for it in audience if it in self.listeners]:
+                    _Delivery(it.listener, event)
         finally:
             self.is_busy = False

@@ -83,11 +83,13 @@ def drop(forest: Forest, bulletin: Bulletin, namespace: bytes) -> Freed:
     harvest = Harvest(len(forest.windows))
     root = forest.roots.pop(namespace, None)
     if root is not None:
+        nodes = root.tree()[1:]
+        for node in nodes:  # those that stay cannot be found either
+            bulletin.tell_run(Removed, node, 0, sorted(node.checkpoints.items()))
         root.is_dropped = True
         forest.dropped.append(root)
-        for node in [node for node in root.tree() if node is not root and node.leases == 0]:
+        for node in [node for node in nodes if node.leases == 0]:
             states = sorted(node.checkpoints.items())
-            bulletin.tell_run(Removed, node, 0, states)
             harvest.take(node.pages, [state for _, state in states])
             node.detach(node.pages[0])
             forest.order.remove(node)

@@ -301,7 +301,7 @@ class PrefixTwin:
                         page.ids[column] = id
                         filled[column].append(base + begin + index)
                         only = [[id if other == column else HOLE] for other in range(len(columns))]
-                        self._bulletin.tell(Stored, node, index, [page], only)
+                        self._bulletin.tell(Stored, node, index, [page], only, ids_only=True)
             begin += n
         return tuple(as_array(numbers) for numbers in filled)
 
@@ -317,7 +317,8 @@ class PrefixTwin:
                     node.checkpoints[length] = state
                     taken.append((length, state))
                     nothing: list[list[int]] = [[] for _ in self.windows]
-                    self._bulletin.tell(Stored, node, index, [], nothing, [(length, state)])
+                    taken_here = [(length, state)]
+                    self._bulletin.tell(Stored, node, index, [], nothing, taken_here, ids_only=True)
         return taken
 
     def _append(
@@ -385,7 +386,7 @@ class PrefixTwin:
                 if is_before and node.leases == 1 and page.ids[column] != HOLE:
                     punched.append(page)
                     only = [[id if other == column else HOLE] for other, id in enumerate(page.ids)]
-                    self._bulletin.tell(Removed, node, index, [page], only)
+                    self._bulletin.tell(Removed, node, index, [page], only, ids_only=True)
         ids = as_array([page.ids[column] for page in punched])
         for page in punched:
             page.ids[column] = HOLE
@@ -434,9 +435,12 @@ class PrefixTwin:
 
     def reset(self) -> None:
         """Forgets everything, leases included; all ids are the caller's again. O(1)."""
+        if self._forest.all_nodes():
+            self._bulletin.tell_reset()
         self._forest.clear()
         self._leases = {}
         self._epoch += 1
+        self._bulletin.deliver()
 
     # Looking
 
@@ -464,8 +468,9 @@ class PrefixTwin:
         check(self._forest, self._leases.values())
 
     def listen(self, listener: Listener) -> None:
-        """Calls `listener` with each later event. O(1). ArgumentError: not callable."""
-        self._bulletin.add(listener)
+        """Tells what can be found, then each later event. ArgumentError: not callable."""
+        roots = sorted(self._forest.roots.values(), key=lambda root: root.namespace)
+        self._bulletin.add(listener, [node for root in roots for node in root.tree()[1:]])
 
     def unlisten(self, listener: Listener) -> None:
         """Ends that. Cost: O(listeners). ArgumentError: it does not listen."""

@@ -64,6 +64,7 @@ def _view(forest: Forest, node: Node, root: Node, level: int, max_tokens: int, v
             node.leases,
             0 if node is root else node.used,
             tuple(sorted(node.checkpoints.items())),
+            root.is_dropped,
         )
     )
 

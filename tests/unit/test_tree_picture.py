@@ -590,9 +590,19 @@ def test_json_says_it_all(garden: HandMade) -> None:
         "rank": 3,
         "num_checkpoints": 0,
         "checkpoints": [],
+        "is_lost": False,
         "leases": 0,
         "num_children": 0,
     }
+
+
+def test_what_nobody_finds_is_marked() -> None:
+    tree = PrefixTree(2)
+    tree.insert([1, 2, 3, 4], [1, 2], namespace="a")
+    with tree.lock(tree.match([1, 2], "a")):
+        tree.drop("a")
+        assert draw_text(tree).split("\n")[-1].endswith("1 lease, lost, leaf")
+        assert [it.get("is_lost") for it in json.loads(draw_json(tree))["nodes"]] == [None, True]
 
 
 # ── colours, rich, arguments ─────────────────────────────────────────────────────────────────────────

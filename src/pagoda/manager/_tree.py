@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pagoda._native import ManagerCore
-from pagoda.tree._values import NodeView, Removed, Stored, TreeCounts
+from pagoda.tree._values import NodeView, Removed, Reset, Stored, TreeCounts
 
 __all__ = ["TreeView"]
 
@@ -41,11 +41,11 @@ class TreeView:
         """As `PrefixTree.nodes`. Errors: ArgumentError."""
         return self._manager._tree_nodes(max_nodes, max_tokens, namespace)
 
-    def listen(self, listener: Callable[[Stored | Removed], object]) -> None:
+    def listen(self, listener: Callable[[Stored | Removed | Reset], object]) -> None:
         """As `PrefixTree.listen`. Errors: ArgumentError."""
         self._manager._tree_listen(listener)
 
-    def unlisten(self, listener: Callable[[Stored | Removed], object]) -> None:
+    def unlisten(self, listener: Callable[[Stored | Removed | Reset], object]) -> None:
         """As `PrefixTree.unlisten`. Errors: ArgumentError."""
         self._manager._tree_unlisten(listener)
 

@@ -5,7 +5,7 @@
 
 from pagoda._native import Freed, Inserted, Lease, Match, PrefixTree
 from pagoda.tree._picture import draw_json, draw_rich, draw_text
-from pagoda.tree._values import NodeView, Removed, Stored, Tally, TreeCounts
+from pagoda.tree._values import NodeView, Removed, Reset, Stored, Tally, TreeCounts
 
 __all__ = [
     "Freed",
@@ -15,6 +15,7 @@ __all__ = [
     "NodeView",
     "PrefixTree",
     "Removed",
+    "Reset",
     "Stored",
     "Tally",
     "TreeCounts",

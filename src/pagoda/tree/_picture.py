@@ -8,7 +8,8 @@ A line a node::
        ├─ " Do you dance?"     page 3      4 tokens  leaf, coldest
        └─ " What do you eat?"  pages 4, 7  8 tokens  leaf, 2nd coldest
 
-`coldest` is the leaf that `evict` trims first. Ranks are told only where the whole tree is in sight; else
+`coldest` is the leaf that `evict` trims first. `lost`: nobody can find it any more, and it goes once nobody
+protects it. Ranks are told only where the whole tree is in sight; else
 `used 7` is the call counter of the last use.
 """
 
@@ -207,6 +208,7 @@ def _node(sight: Sight, view: NodeView, read: Reader | None) -> dict[str, object
             "rank": sight.ranks.get(view.number),
             "num_checkpoints": len(view.checkpoints),
             "checkpoints": view.checkpoints[:JSON_CHECKPOINTS],
+            "is_lost": view.is_lost,
         }
     return node | {"leases": view.leases, "num_children": view.num_children}
 

@@ -127,6 +127,8 @@ class Sight(NamedTuple):
         """What stands beside the tokens of a node: its pages, how many tokens, notes."""
         num_tokens = view.end - view.begin
         notes = [counted(view.leases, "lease")] if view.leases else []
+        if view.is_lost:
+            notes.append("lost")
         if not view.num_children:
             notes.append("leaf")
         if view.number in self.ranks:

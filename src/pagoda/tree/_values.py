@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NodeView", "Removed", "Stored", "Tally", "TreeCounts"]
+__all__ = ["NodeView", "Removed", "Reset", "Stored", "Tally", "TreeCounts"]
 
 
 class Tally(NamedTuple):
@@ -45,25 +46,37 @@ class NodeView(NamedTuple):
     leases: int  # that protect it
     used: int  # its last use, as a call counter; negative: demoted
     checkpoints: tuple[tuple[int, int], ...]  # (length, state id)
+    is_lost: bool = False  # nobody can find it any more; leases keep it
 
 
 class Stored(NamedTuple):
-    """Pages that a tree now owns."""
+    """Pages that can be found from now on, or ids that such pages got."""
 
     namespace: bytes
     position: int  # tokens before the first page
-    parent: int | None  # page id of column 0 before it
+    parent: int | None  # content key of the page before; None at position 0
+    keys: npt.NDArray[np.uint64]  # [pages] content keys
     tokens: npt.NDArray[np.int32]  # [pages * page_tokens]
-    columns: tuple[npt.NDArray[np.int32], ...]  # one array a column: [pages]; -1: not by this event
+    extra_keys: tuple[tuple[int, int, bytes], ...]  # (begin, end, key) over these tokens
+    columns: tuple[npt.NDArray[np.int32], ...]  # one array per column: [pages]; -1: not by this event
     states: tuple[tuple[int, int], ...]  # checkpoints: (length, state id)
+    ids_only: bool  # the pages were there before: only these ids and states are new
 
 
 class Removed(NamedTuple):
-    """Pages that a tree no longer owns."""
+    """Pages that can no longer be found, or ids that such pages lost."""
 
     namespace: bytes
     position: int
     parent: int | None
+    keys: npt.NDArray[np.uint64]
     tokens: npt.NDArray[np.int32]
+    extra_keys: tuple[tuple[int, int, bytes], ...]
     columns: tuple[npt.NDArray[np.int32], ...]
     states: tuple[tuple[int, int], ...]
+    ids_only: bool  # the pages stay: only these ids went
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """The tree forgot everything it held."""
