@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pagoda import CapacityError, FreeList, PagodaError
 from pagoda.errors import NotHeldError, OutOfRangeError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda import FreeList, FullAttention, Layout, Manager, StatePool, TokenPool, compat
+from pagoda import FullAttention, Layout, Manager, StatePool, TokenPool, compat
 from pagoda.pools import DeviceTable, Staging, StateSpec
 
 
@@ -63,11 +63,7 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
         compat.ReqToTokenPool(4, 8, device),
         compat.TokenToKVPoolAllocator(4096, device, page_size=4),
     )
-    blocks, cache, ids = (
-        compat.BlockAllocator(4096, device),
-        compat.SlotAllocator(4096),
-        FreeList(4096),
-    )
+    blocks, cache = compat.BlockAllocator(4096, device), compat.SlotAllocator(4096)
     layout = Layout([FullAttention(kv_heads=1, k_dim=8, v_dim=8)], 4)
     manager = Manager(layout, {"full": 4096}, num_rows=256, max_tokens=64)
     packed = pool.pack([1])
