@@ -5,9 +5,7 @@
 
 namespace pagoda {
 
-int64_t DeltaLayout::head_size() const {
-  return aligned(DeltaView::kFixed + 4 * num_sections_);
-}
+int64_t DeltaLayout::head_size() const { return aligned(DeltaView::kFixed + 4 * num_sections_); }
 
 int64_t DeltaLayout::size() const {
   int64_t n = head_size();
@@ -48,8 +46,8 @@ DeltaView::DeltaView(Ids packed) : packed_(packed), step_(0) {
   step_ = packed[1] | int64_t{packed[2]} << 31;
   const char* const differ = "two sections that belong together differ in size";
   constexpr int64_t kShared = static_cast<int64_t>(Section::kPageIds);  // kinds up to this one are of all groups
-  int64_t last = 0;      // of a known kind, as a place in the order that they are listed in
-  int64_t sources = 0;   // the size of those whose targets come next
+  int64_t last = 0;     // of a known kind, as a place in the order that they are listed in
+  int64_t sources = 0;  // the size of those whose targets come next
   for (int64_t i = 0; i < num_sections; ++i) {
     const int32_t* entry = packed.data + kFixed + 4 * i;
     const int64_t kind = entry[0], group = entry[1], begin = entry[2], size = entry[3];
@@ -67,7 +65,8 @@ DeltaView::DeltaView(Ids packed) : packed_(packed), step_(0) {
   const auto size = [&](Section kind) { return section(kind).size; };
   const int64_t num_rows = size(Section::kRows);
   if (size(Section::kLengths) != num_rows || size(Section::kCounts) != num_rows ||
-      size(Section::kStarts) != (num_rows > 0 ? num_rows + 1 : 0) || size(Section::kPlaces) != size(Section::kPageIds)) {
+      size(Section::kStarts) != (num_rows > 0 ? num_rows + 1 : 0) ||
+      size(Section::kPlaces) != size(Section::kPageIds)) {
     refuse(differ);
   }
 }

@@ -5,8 +5,8 @@
 //     the sections, each at a multiple of four words, so that it is aligned wherever the array is copied to
 //
 // Sections are found through the directory, by kind and group. Those of known kinds are listed in the order below, each
-// once, sources and targets group by group; one that is empty may be left out, and one of an unknown kind is passed over.
-// Words between sections are 0. This file is the only place that knows the format.
+// once, sources and targets group by group; one that is empty may be left out, and one of an unknown kind is passed
+// over. Words between sections are 0. This file is the only place that knows the format.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +18,14 @@
 namespace pagoda {
 
 enum class Section : int32_t {
-  kRows = 1,      // [rows] rows of the step
-  kLengths = 2,   // [rows] tokens of each once the step is computed
-  kCounts = 3,    // [rows] tokens of each that the step computes
-  kStarts = 4,    // [rows + 1] where the step's tokens of each begin: counts summed up from 0
-  kPlaces = 5,    // [writes] places in the page tables
-  kPageIds = 6,   // [writes] what to write there
-  kSources = 7,   // [copies] of one group: pages to copy
-  kTargets = 8,   // [copies] of one group: where to
+  kRows = 1,     // [rows] rows of the step
+  kLengths = 2,  // [rows] tokens of each once the step is computed
+  kCounts = 3,   // [rows] tokens of each that the step computes
+  kStarts = 4,   // [rows + 1] where the step's tokens of each begin: counts summed up from 0
+  kPlaces = 5,   // [writes] places in the page tables
+  kPageIds = 6,  // [writes] what to write there
+  kSources = 7,  // [copies] of one group: pages to copy
+  kTargets = 8,  // [copies] of one group: where to
 };
 
 // Where the sections of a delta lie. In: kinds and sizes; out: an array with a head.

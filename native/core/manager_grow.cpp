@@ -30,8 +30,8 @@ void Manager::reserve(Ids rows, const PerRow& counts) {
   for (int64_t i = 0; i < rows.size; ++i) {
     const int64_t to = require_row(rows, i).reserved + counts[i];
     if (to > max_tokens_) {
-      throw BadArgument("row " + text(rows[i]) + " would have " + text(to) + " tokens, more than the max_tokens = " +
-                        text(max_tokens_) + " of a row");
+      throw BadArgument("row " + text(rows[i]) + " would have " + text(to) +
+                        " tokens, more than the max_tokens = " + text(max_tokens_) + " of a row");
     }
     bool is_growing = false;
     const int32_t* ends = &end(rows[i], 0);

@@ -364,8 +364,8 @@ class Model:
         return best, length
 
     def sure_hit(self, space: bytes, ranges: Ranges, tokens: list[int], most: int) -> int:
-        """A hit that must be there at least: what a running row has stored. It reads the window behind the
-        last page, and where another row stored a page first and left it, its own takes that page's place."""
+        """A hit that must be there at least: what a running row has stored. It reads the window behind its
+        last page; where another row stored a page first and left it, its own takes that page's place."""
         mine, best = self.contents.of(space, ranges, tokens[:most]), 0
         for row in self.rows.values():
             length = len(row.path) * self.resume_step
