@@ -266,6 +266,7 @@ class Manager {
   void link_duplicates(Group& group, int64_t number, int64_t tree_begin, int64_t tree_end);
   // Gives the tree a row's duplicates in exchange for its own pages, where nobody else reads these.
   void exchange_duplicates(int64_t number) noexcept;
+  void exchange_all_duplicates() noexcept;
   void give_up(int64_t number);
 
   // ── ends and steps (manager_step.cpp)

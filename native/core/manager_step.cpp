@@ -95,9 +95,7 @@ void Manager::pass_fence(int64_t fence) {
     if (group.has_window()) group.cached.leaving.pass(fence, [&](int32_t page) { let_go(group, page); });
   }
   row_ids_.pass_fence(fence);
-  for (int64_t number = 1; num_released > 0 && num_duplicating_ > 0 && number <= num_rows_; ++number) {
-    exchange_duplicates(number);
-  }
+  if (num_released > 0) exchange_all_duplicates();
 }
 
 void Manager::grow_writes(int64_t n) {
@@ -184,6 +182,11 @@ void Manager::release(Ids rows) {
     const auto& ended = ended_[is_touched];
     row_ids_.free({ended.data(), static_cast<int64_t>(ended.size())}, fence(is_touched));
   }
+  exchange_all_duplicates();
+}
+
+void Manager::exchange_all_duplicates() noexcept {
+  for (int64_t number = 1; num_duplicating_ > 0 && number <= num_rows_; ++number) exchange_duplicates(number);
 }
 
 // Makes a row one that does not run. Ids before its first live one are never looked at.

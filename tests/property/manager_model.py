@@ -67,7 +67,7 @@ class RowModel:
     named: int  # the last step whose delta names it: its table is written, or its pages are copied
     is_stored: bool = True  # what it commits is cached
     is_fork: bool = False
-    num_duplicates: int = 0
+    duplicates: set[int] = field(default_factory=set)  # pages of its path of which it has its own copy
     is_bad: bool = False  # depends on pages that were invalidated
 
     @property
@@ -125,7 +125,7 @@ class Model:
     # Counting
 
     def own(self, row: RowModel, g: int) -> int:
-        return row.ends[g] - (len(row.path) - row.num_duplicates) * self.columns(g)
+        return row.ends[g] - (len(row.path) - len(row.duplicates)) * self.columns(g)
 
     def counts(self, g: int) -> tuple[int, int, int, int, int]:
         """Pages of a group: free, evictable, leased, running, waiting."""
@@ -275,10 +275,19 @@ class Model:
         for depth in range(len(row.path), len(keys)):
             key = keys[depth]
             if self.is_exact:
-                row.num_duplicates += key in self.cached
+                if key in self.cached:
+                    row.duplicates.add(depth)
                 self.cached.setdefault(key, CachedPage(depth)).num_leases += 1
             row.path.append(key)
+        self.exchange(row)
         return tokens
+
+    def exchange(self, row: RowModel) -> None:
+        """What no other row leases becomes one page again: the tree takes the row's, and frees its own."""
+        for depth in reversed(range(len(row.path) if self.is_exact else 0)):
+            if self.cached[row.path[depth]].num_leases > 1:
+                break
+            row.duplicates.discard(depth)
 
     def rollback(self, number: int, n: int) -> None:
         row = self.rows[number]
@@ -344,6 +353,8 @@ class Model:
                 page = self.cached[key]
                 page.num_leases -= 1
                 page.used = self.clock if page.num_leases == 0 else page.used
+        for row in self.rows.values() if gone else ():
+            self.exchange(row)
 
     # What others compute
 
