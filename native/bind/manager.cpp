@@ -107,9 +107,7 @@ class CountsArgument {
 };
 
 // A number of tokens; None is -1.
-int64_t to_tokens(nb::handle value, const char* name) {
-  return value.is_none() ? -1 : to_int(value, name, 0, kMaxId);
-}
+int64_t to_tokens(nb::handle value, const char* name) { return value.is_none() ? -1 : to_int(value, name, 0, kMaxId); }
 
 bool to_bool(nb::handle value, const char* name) {
   if (!PyBool_Check(value.ptr())) throw BadArgument(std::string(name) + ": give True or False");
@@ -354,7 +352,8 @@ void bind_manager(nb::module_& m) {
       .def_prop_ro(
           "max_tokens", [](const Managed& self) { return self.core.max_tokens(); }, "The most tokens of one row.")
       .def_prop_ro(
-          "step", [](const Managed& self) { return self.core.step(); }, "The number of the step that `plan` plans next.")
+          "step", [](const Managed& self) { return self.core.step(); },
+          "The number of the step that `plan` plans next.")
       .def_prop_ro(
           "resume_step", [](const Managed& self) { return self.core.resume_step(); },
           "Hits are multiples of this many tokens.")
@@ -393,14 +392,16 @@ request. Errors: as `admit`.)")
 
 Pages come from free-lists first and then from the tree, coldest first. Errors: CapacityError, naming the group;
 ArgumentError; OutOfRangeError, NotHeldError, AlreadyHeldError for a row.)")
-      .def("commit", &commit, nb::arg("rows").none(), nb::arg("tokens").none(), nb::arg("counts").none() = nb::none(),
-           R"(Say what the next computed tokens were: all of `tokens` for one row; for an array of rows one each, or counts[i].
+      .def(
+          "commit", &commit, nb::arg("rows").none(), nb::arg("tokens").none(), nb::arg("counts").none() = nb::none(),
+          R"(Say what the next computed tokens were: all of `tokens` for one row; for an array of rows one each, or counts[i].
 
 For several rows `tokens` has them row after row. Whole pages become the tree's and can be hit at once. Pages that left
 every window are given up. Errors: ArgumentError for more tokens than are computed; OutOfRangeError for a token; as
 `reserve` for rows.)")
-      .def("rollback", &rollback, nb::arg("rows").none(), nb::arg("n").none(),
-           R"(Take back the last n reserved tokens of these rows, or n[i], computed or not; none of them may be committed.
+      .def(
+          "rollback", &rollback, nb::arg("rows").none(), nb::arg("n").none(),
+          R"(Take back the last n reserved tokens of these rows, or n[i], computed or not; none of them may be committed.
 
 The pages stay the row's, for what it reserves next. Errors: ArgumentError; as `reserve` for rows.)")
       .def("release", &release, nb::arg("rows").none(),
@@ -436,7 +437,8 @@ Errors: ArgumentError for a step that was not planned yet.)")
 
 Errors: ArgumentError, OutOfRangeError, NotHeldError.)")
       .def("first_pages", &first_pages, nb::arg("rows").none(), nb::arg("group").none(),
-           "The first page of each row that is still in the window, counted from the row's beginning. An integer for one "
+           "The first page of each row that is still in the window, counted from the row's beginning. An integer for "
+           "one "
            "row, [rows] int32 for an array. Errors: as `page_ids`.")
       .def("reserved", &lengths<&Manager::Lengths::reserved>, nb::arg("rows").none(),
            "How many tokens of each row have a place. An integer for one row, [rows] int32 for an array. Errors: "
@@ -449,18 +451,22 @@ Errors: ArgumentError, OutOfRangeError, NotHeldError.)")
            "How many tokens of each row the tree has. As `reserved`.")
       .def("_counts", &counts)
       .def("_tree_counts", [](const Managed& self) { return tree_counts(self.core.tree()); })
-      .def("_tree_nodes",
-           [](const Managed& self, nb::handle most, nb::handle run, nb::handle space) {
-             return list_nodes(self.core.tree(), most, run, space);
-           },
-           nb::arg("max_nodes").none(), nb::arg("max_tokens").none(), nb::arg("namespace").none())
-      .def("_tree_listen", [](Managed& self, nb::handle listener) { listen(self.core.tree(), self, listener); },
-           nb::arg("listener").none())
-      .def("_tree_unlisten", [](Managed& self, nb::handle listener) { unlisten(self.core.tree(), self, listener); },
-           nb::arg("listener").none())
+      .def(
+          "_tree_nodes",
+          [](const Managed& self, nb::handle most, nb::handle run, nb::handle space) {
+            return list_nodes(self.core.tree(), most, run, space);
+          },
+          nb::arg("max_nodes").none(), nb::arg("max_tokens").none(), nb::arg("namespace").none())
+      .def(
+          "_tree_listen", [](Managed& self, nb::handle listener) { listen(self.core.tree(), self, listener); },
+          nb::arg("listener").none())
+      .def(
+          "_tree_unlisten", [](Managed& self, nb::handle listener) { unlisten(self.core.tree(), self, listener); },
+          nb::arg("listener").none())
       .def("namespaces", &namespaces, "The namespaces that have cached pages or running rows, sorted.")
-      .def("reset", &reset,
-           R"(Forget everything: rows, leases, what is cached, and what the next delta would say; steps begin at 1 again.
+      .def(
+          "reset", &reset,
+          R"(Forget everything: rows, leases, what is cached, and what the next delta would say; steps begin at 1 again.
 
 `Pools.reset` goes with it. Errors: ArgumentError while a step that was planned has not passed its fence.)")
       .def(

@@ -87,14 +87,16 @@ void bind_rank(nb::module_& m) {
         "The step of a delta, its number of groups, and its sections: (name, group, begin, size) each.");
   nb::class_<Rank>(m, "Rank", "The host's half of pagoda.pools.Pools.")
       .def("__init__", &construct, nb::arg("groups").none(), nb::arg("num_rows").none(), nb::arg("max_tokens").none())
-      .def("check", &check, nb::arg("packed").none(), nb::arg("step").none(),
-           R"(What a delta asks for, once it is known to be right in every number: rows and tokens of the step, where rows, lengths
+      .def(
+          "check", &check, nb::arg("packed").none(), nb::arg("step").none(),
+          R"(What a delta asks for, once it is known to be right in every number: rows and tokens of the step, where rows, lengths
 and starts begin, the number of table writes and where they begin, and the page copies of each group.
 
 Errors: ArgumentError, OutOfRangeError.)")
       .def("follow", &follow, nb::arg("packed").none(), "Writes the host's tables, of a delta that was checked.")
       .def("fill", &fill, nb::arg("packed").none(), nb::arg("num_rows"), nb::arg("num_tokens"), nb::arg("addresses"),
-           "Fills a batch's buffers on the host, which are given by their addresses, in the order of their declaration.");
+           "Fills a batch's buffers on the host, which are given by their addresses, in the order of their "
+           "declaration.");
 }
 
 }  // namespace pagoda::bind

@@ -86,8 +86,8 @@ Manager::Manager(std::vector<GroupSpec> specs, int64_t num_rows, int64_t max_tok
   for (GroupSpec& spec : specs) {
     has_windows_ = has_windows_ || spec.window > 0;
     const int number = static_cast<int>(groups_.size());
-    groups_.emplace_back(std::move(spec), number, table_.row(static_cast<size_t>(number), 0), num_rows, max_tokens, column,
-                         math_.size());
+    groups_.emplace_back(std::move(spec), number, table_.row(static_cast<size_t>(number), 0), num_rows, max_tokens,
+                         column, math_.size());
     column += groups_.back().num_columns;
   }
   if (has_windows_) {
@@ -111,14 +111,15 @@ Manager::Manager(std::vector<GroupSpec> specs, int64_t num_rows, int64_t max_tok
 
 const Manager::Row& Manager::row_at(int64_t number, int64_t position) const {
   if (number < 1 || number > num_rows_) {
-    throw BadId{IdFault::kOutOfRange, number, position,
-                "rows[" + text(position) + "] = " + text(number) + " is out of range: rows are 1 to " + text(num_rows_)};
+    throw BadId{
+        IdFault::kOutOfRange, number, position,
+        "rows[" + text(position) + "] = " + text(number) + " is out of range: rows are 1 to " + text(num_rows_)};
   }
   const Row& found = row(number);
   if (!found.is_running) {
-    throw BadId{IdFault::kNotHeld, number, position,
-                "rows[" + text(position) + "] = " + text(number) +
-                    " is not running: it was released, or never admitted"};
+    throw BadId{
+        IdFault::kNotHeld, number, position,
+        "rows[" + text(position) + "] = " + text(number) + " is not running: it was released, or never admitted"};
   }
   return found;
 }

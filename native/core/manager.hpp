@@ -5,18 +5,17 @@
 // group that one page of the tree covers. Of a row's pages, `own` says which are the row's: all others, from its first
 // live one on, are leased in the tree.
 //
-//     [0, stored)            the tree's, leased; except duplicates of what another row stored first, which are the row's
-//     [stored, committed)    the row's: tokens known, not yet a whole page of the tree
-//     [committed, computed)  the row's: planned into steps, tokens not known yet
-//     [computed, reserved)   the row's: to be computed
+//     [0, stored)            the tree's, leased; except duplicates of what another row stored first, which are the
+//     row's [stored, committed)    the row's: tokens known, not yet a whole page of the tree [committed, computed)  the
+//     row's: planned into steps, tokens not known yet [computed, reserved)   the row's: to be computed
 //
-// What a row leaves behind waits for a fence, leases too: so whatever the tree can evict, nobody reads, and room that is
-// counted is there at once. It is the fence of the last step planned, since a row that ends is no part of the next one;
-// unless the next delta already names the row or its pages, because it was admitted, forked, or given pages since:
+// What a row leaves behind waits for a fence, leases too: so whatever the tree can evict, nobody reads, and room that
+// is counted is there at once. It is the fence of the last step planned, since a row that ends is no part of the next
+// one; unless the next delta already names the row or its pages, because it was admitted, forked, or given pages since:
 // then it is `touched`, and waits for the fence of the step being prepared.
 //
-// Every call finds out first whether all of it can be done, for all groups and rows, and then does it. What it found out
-// is a value (`Needs`, `Admission`, `DeltaLayout`) that it passes on.
+// Every call finds out first whether all of it can be done, for all groups and rows, and then does it. What it found
+// out is a value (`Needs`, `Admission`, `DeltaLayout`) that it passes on.
 #pragma once
 
 #include <algorithm>
@@ -174,7 +173,7 @@ class Manager {
     std::vector<int32_t> prompt;  // what it was admitted with, while more of it is to come
     std::string space;
     std::vector<KeyRange> ranges;
-    std::vector<Copy> copies;  // pages of its own that were copied from another row's
+    std::vector<Copy> copies;                        // pages of its own that were copied from another row's
     int64_t first_duplicate = 0, end_duplicate = 0;  // pages of the tree among which it has duplicates
   };
   // What a call needs of one group: pages to allocate, and pages that it takes out of what can be evicted.
@@ -317,13 +316,13 @@ class Manager {
   int64_t step_ = 1;
   int64_t passed_ = 0;  // the last fence that has passed
   bool has_windows_ = false;
-  int64_t num_duplicating_ = 0;  // rows that have duplicates
+  int64_t num_duplicating_ = 0;             // rows that have duplicates
   std::vector<int32_t> places_, page_ids_;  // table writes of the step
   // Scratch of one call, kept for its memory.
-  std::vector<int32_t> growing_;   // rows that need pages
-  std::vector<int32_t> filling_;   // rows that fill a page of the tree
-  std::vector<int32_t> joined_;    // a tail and what follows it
-  std::vector<int32_t> ended_[2];  // rows that are released, [1] those that were touched
+  std::vector<int32_t> growing_;               // rows that need pages
+  std::vector<int32_t> filling_;               // rows that fill a page of the tree
+  std::vector<int32_t> joined_;                // a tail and what follows it
+  std::vector<int32_t> ended_[2];              // rows that are released, [1] those that were touched
   std::vector<std::vector<int32_t>> columns_;  // page ids of an insert or an eviction
   std::vector<Ids> column_ids_;
   PrefixTree::Removal removal_;

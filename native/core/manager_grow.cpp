@@ -263,9 +263,8 @@ void Manager::exchange_duplicates(int64_t number) noexcept {
     if (id > 0) group.pages.free({&id, 1}, std::nullopt);
   };
   try {
-    request.end_duplicate = std::min(
-        request.end_duplicate,
-        tree_.exchange(request.lease, request.first_duplicate, request.end_duplicate, offer, took));
+    request.end_duplicate = std::min(request.end_duplicate, tree_.exchange(request.lease, request.first_duplicate,
+                                                                           request.end_duplicate, offer, took));
   } catch (const std::bad_alloc&) {  // no memory to tell listeners: what is left stays a duplicate
   }
   num_duplicating_ -= request.end_duplicate <= request.first_duplicate;

@@ -158,15 +158,14 @@ int64_t Manager::invalidate(int64_t g, Ids page_ids, int32_t* rows_out) {
     if (!row.is_running) continue;
     const size_t which = static_cast<size_t>(g);
     const int32_t* ids = group.ids(number);
-    const bool reads = std::any_of(ids + first(number, which), ids + end(number, which),
-                                   [&](int32_t id) { return bad.contains(id); });
+    const bool reads =
+        std::any_of(ids + first(number, which), ids + end(number, which), [&](int32_t id) { return bad.contains(id); });
     const auto& copies = request(number).copies;
     const bool has_copied = std::any_of(copies.begin(), copies.end(), [&](const Copy& copy) {
       return copy.group == group.number && bad.contains(copy.target);
     });
     // A row that has read a bad page and moved on computed all that followed from it.
-    const bool follows =
-        !was_discarded[static_cast<size_t>(number)] && tree_.is_discarded(request(number).lease);
+    const bool follows = !was_discarded[static_cast<size_t>(number)] && tree_.is_discarded(request(number).lease);
     if (!reads && !has_copied && !follows) continue;
     rows_out[n++] = static_cast<int32_t>(number);
     row.is_stored = false;

@@ -84,8 +84,8 @@ void Manager::check_window(const Group& group, size_t g) const {
       const int32_t page = cached.tree_page_at(group.place(number, p));
       if (page == 0) continue;
       ++num_duplicates;
-      const bool is_own = row(number).is_running && p >= first(number, g) && p < end(number, g) &&
-                          group.owned(number)[p] != 0;
+      const bool is_own =
+          row(number).is_running && p >= first(number, g) && p < end(number, g) && group.owned(number)[p] != 0;
       if (!is_own || !cached.is_cached(page) || cached.duplicate_of(page) == 0) {
         broken(name + "page " + text(p) + " of row " + text(number) + " is linked to page " + text(page));
       }

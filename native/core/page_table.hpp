@@ -2,8 +2,8 @@
 //
 // The tables of all groups lie one after the other in one array, [num_rows + 1, max_pages] int32 each, so that a write
 // is one place and one id wherever it goes. Row 0 of each table is padding, id 0 is no page. The manager's table is the
-// truth; every rank follows it, on the host and on its device, by the writes of deltas. A running row only ever grows at
-// its end: a step that is running on a device never sees a place change under it.
+// truth; every rank follows it, on the host and on its device, by the writes of deltas. A running row only ever grows
+// at its end: a step that is running on a device never sees a place change under it.
 #pragma once
 
 #include <cstdint>

@@ -3,8 +3,8 @@
 // A page counts its readers: running rows, and steps whose fence has not passed. Pages without readers are listed, the
 // one whose last reader went first at the head; pages that can no longer be found stand before all others.
 //
-// A row whose tokens another row stored first keeps pages of its own, its duplicates of the tree's. They are linked to the
-// tree's page, so that when that one is evicted the row's takes its place and nothing is lost.
+// A row whose tokens another row stored first keeps pages of its own, its duplicates of the tree's. They are linked to
+// the tree's page, so that when that one is evicted the row's takes its place and nothing is lost.
 #pragma once
 
 #include <algorithm>
@@ -57,10 +57,10 @@ class WindowPages {
   FenceQueue<int32_t> leaving;  // readers that leave when their fence has passed
 
  private:
-  LazyArray<int32_t> count_;         // [num_pages + 1] readers
-  LazyArray<uint8_t> is_cached_;     // [num_pages + 1]
-  IntrusiveList<LazyArray<ListLink>> unread_;  // pages that nobody reads
-  LazyArray<int32_t> first_duplicate_;                                    // [num_pages + 1] places
+  LazyArray<int32_t> count_;                                        // [num_pages + 1] readers
+  LazyArray<uint8_t> is_cached_;                                    // [num_pages + 1]
+  IntrusiveList<LazyArray<ListLink>> unread_;                       // pages that nobody reads
+  LazyArray<int32_t> first_duplicate_;                              // [num_pages + 1] places
   LazyArray<int32_t> tree_page_, next_duplicate_, prev_duplicate_;  // [num_places]; 0: none
   int64_t num_unread_ = 0;
   int64_t num_cached_ = 0;

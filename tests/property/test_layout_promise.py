@@ -38,11 +38,11 @@ def layout_of(full: int | None, windows: list[tuple[int, int]]) -> Layout:
 
 
 def take_step(manager: Manager, rows: list[int], counts: list[int]) -> int:
-    return manager.take_delta().step
+    return manager.plan(rows, counts).step
 
 
 def commit(manager: Manager, row: int, tokens: Any) -> None:
-    manager.commit(row, tokens, [len(tokens)])
+    manager.commit(row, tokens)
 
 
 @dataclass(eq=False)
@@ -204,8 +204,8 @@ class Crowd:
     fresh: Iterator[int] = field(default_factory=lambda: count(0, 10_000))
 
     def tokens(self, manager: Manager, known: list[Any]) -> Any:
-        """Tokens that nobody had, or that begin like those of an earlier request, if all of these are a hit:
-        what is computed again although it is cached is held twice."""
+        """Tokens that nobody had, or that begin like those of an earlier request. Where three requests may
+        compute the same tokens at once, only if all of these are a hit."""
         n = self.random.choice([self.length, self.random.randint(1, self.length)])
         tokens = np.arange(n, dtype=np.int32) + next(self.fresh)
         if known and self.random.random() < 0.7:
@@ -213,7 +213,8 @@ class Crowd:
             same = min(n, self.random.randint(0, len(earlier)))
             alike = np.concatenate([earlier[:same], tokens[same:]])
             longest = max(num_common(alike, each) for each in known)
-            if manager.hit(alike) >= longest // self.layout.resume_step * self.layout.resume_step:
+            is_hit = manager.hit(alike) >= longest // self.layout.resume_step * self.layout.resume_step
+            if is_hit or self.most <= 2:
                 tokens = alike
         known.append(tokens)
         return tokens

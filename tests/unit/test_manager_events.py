@@ -18,7 +18,7 @@ def make(kinds: list[Any], num_pages: int) -> tuple[Manager, Follower]:
     layout = Layout(kinds, PAGE)
     manager = Manager(layout, {group.name: num_pages for group in layout.groups}, num_rows=6, max_tokens=40)
     follower = Follower(PAGE)
-    manager.listen(follower)
+    manager.tree.listen(follower)
     return manager, follower
 
 
@@ -26,16 +26,20 @@ def test_what_is_invalid_is_told_at_once_and_once():
     manager, follower = make([FULL], 20)
     prompt = list(range(12))
     row = manager.admit(prompt).row
-    manager.commit(row, prompt, len(prompt))
+    manager.plan(row, len(prompt))
+    manager.commit(row, prompt)
     events: list[Any] = []
-    manager.listen(events.append)
+    manager.tree.listen(events.append)
     events.clear()
-    manager.invalidate("full", [int(manager.pages(row, "full")[2])])
+    manager.invalidate("full", [int(manager.page_ids(row, "full")[2])])
     assert [(event.position, len(event.keys)) for event in events] == [(4, 4)]
-    assert [(view.begin, view.is_lost) for view in manager.nodes() if view.level] == [(0, False), (4, True)]
-    assert follower.picture() == shown(manager, PAGE)
+    assert [(view.begin, view.is_lost) for view in manager.tree.nodes() if view.level] == [
+        (0, False),
+        (4, True),
+    ]
+    assert follower.picture() == shown(manager.tree, PAGE)
     manager.release(row)
-    manager.pass_fence(manager.take_delta().step)
+    manager.pass_fence(manager.plan().step)
     manager.drop(b"")
     assert [event.position for event in events] == [4, 0]
     assert follower.pages == {}
@@ -56,12 +60,14 @@ def test_events_retell_what_a_manager_caches(kinds: list[Any]):
             name = [b"", b"", b"a"][rng.integers(3)]
             if manager.can_admit(prompt, namespace=name):
                 got = manager.admit(prompt, namespace=name)
-                manager.commit(got.row, prompt[got.hit :], len(prompt) - got.hit)
+                manager.plan(got.row, len(prompt) - got.hit)
+                manager.commit(got.row, prompt[got.hit :])
                 rows[got.row] = prompt
         elif choice < 7 and rows:
             row = int(rng.choice(list(rows)))
             if len(rows[row]) < 36 and manager.can_reserve(row, 1):
                 manager.reserve(row, 1)
+                manager.plan(row)
                 token = int(rng.integers(0, 2))
                 manager.commit(row, [token])
                 rows[row].append(token)
@@ -74,8 +80,9 @@ def test_events_retell_what_a_manager_caches(kinds: list[Any]):
         elif choice == 10 and rng.integers(8) == 0:
             manager.drop(b"a")
         elif step % 150 == 149:
+            manager.pass_fence(manager.step - 1)
             manager.reset()
             rows = {}
-        manager.pass_fence(manager.take_delta().step)
+        manager.pass_fence(manager.plan().step)
         manager.check()
-        assert follower.picture() == shown(manager, PAGE)
+        assert follower.picture() == shown(manager.tree, PAGE)
