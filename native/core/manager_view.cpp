@@ -150,12 +150,12 @@ void Manager::check_group(size_t g, const std::vector<NodeInfo>& nodes) const {
     const int32_t* ids = groups_[g].ids(number);
     const uint8_t* own = group.owned(number);
     const int64_t first = this->first(number, g), end = row.is_running ? this->end(number, g) : 0;
-    if (row.is_running && end < group.math.pages_for(row.reserved)) broken(name + who + " has too few pages");
+    if (row.is_running && end < group.math.pages_for(row.reserved)) throw BrokenInvariant{5, name + who + " has too few pages"};
     for (int64_t p = 0; p < group.max_pages; ++p) {
       const bool is_live = p >= first && p < end;
       if (own[p] != 0 && !is_live) broken(name + who + " owns page " + text(p) + " that it gave up");
       if (!is_live) continue;
-      if (ids[p] < 1) broken(name + who + " has no page at " + text(p));
+      if (ids[p] < 1) throw BrokenInvariant{5, name + who + " has no page at " + text(p)};
       if (own[p] == 0 && p >= math_.page(row.stored) * group.num_columns) {
         broken(name + who + " has page " + text(p) + ", which nobody owns");
       }
