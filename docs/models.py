@@ -81,7 +81,7 @@ def _paged(layout: Layout, name: str) -> PagedGroup:
 
 def state(layout: Layout) -> Fraction:
     """All states of a request."""
-    return Fraction(layout.state_group.row_bytes if layout.state_group else 0)
+    return Fraction(layout.state_group.state_bytes if layout.state_group else 0)
 
 
 def state_part(name: str) -> Measure:
@@ -573,7 +573,7 @@ def _model_row(name: str, layout: Layout) -> tuple[str, ...]:
         _number(layout.token_bytes) if grows else "0",
         _size(layout.request_bytes(SHORT)) if context is None or context >= SHORT else "past its context",
         f"{show_tokens(context)}: {_size(layout.request_bytes(context))}" if context else NONE,
-        _size(states.row_bytes) if states else NONE,
+        _size(states.state_bytes) if states else NONE,
         _size(states.checkpoint_bytes) if states else NONE,
         f"{layout.resume_step:,}",
     )

@@ -1,23 +1,23 @@
-"""Every error that Pagoda raises on purpose.
+"""The errors that Pagoda raises on purpose.
 
 ::
 
     PagodaError
-    ├── ConfigError (ValueError)          an object was asked for that cannot be built
-    ├── CapacityError (RuntimeError)      ids ran out: .what, .wanted, .free, .total
-    ├── MissingError (RuntimeError)       a model is not here, and could not be fetched
-    ├── UsageError                        a call that its caller got wrong
+    ├── ConfigError (ValueError)          an object cannot be built as configured
+    ├── CapacityError (RuntimeError)      too few ids are free: .what, .wanted, .free, .total
+    ├── MissingError (RuntimeError)       a model is missing and could not be fetched
+    ├── UsageError                        the caller made a mistake
     │   ├── ArgumentError (ValueError)    wrong type, dtype, shape, device or length
     │   ├── IdError                       one id is wrong: .id, .position
     │   │   ├── OutOfRangeError (IndexError)
-    │   │   ├── NotHeldError              freed, but not held
-    │   │   │   └── DoubleFreeError       freed twice, and we know it
-    │   │   └── AlreadyHeldError          taken, but not free
-    │   ├── StaleError                    what was found is no longer there
-    │   └── CaptureError                  would make a device tensor while a graph is captured
+    │   │   ├── NotHeldError              the id is not held
+    │   │   │   └── DoubleFreeError       the id was freed twice
+    │   │   └── AlreadyHeldError          the id is not free
+    │   ├── StaleError                    the result of an earlier call is no longer valid
+    │   └── CaptureError                  a device tensor is needed while a graph is being captured
     └── InvariantError (AssertionError)   a bug in Pagoda: .number, see docs/invariants.md
 
-A call that raises any of these but the last has changed nothing.
+A call that raises any of these, except InvariantError, has changed nothing.
 """
 
 from __future__ import annotations
@@ -41,40 +41,40 @@ __all__ = [
 
 
 class PagodaError(Exception):
-    """The root: catch it to catch everything that Pagoda raises on purpose."""
+    """The base class of all errors that Pagoda raises on purpose."""
 
 
 class ConfigError(PagodaError, ValueError):
-    """An object was asked for that cannot be built; the message says which argument and why."""
+    """An object cannot be built as configured; the message names the argument and the reason."""
 
 
 class CapacityError(PagodaError, RuntimeError):
-    """Fewer ids are free than a call needs. `what` names them; nothing was taken."""
+    """A call needs more ids than are free; it took none. `what` names the kind of id."""
 
     def __init__(self, what: str, wanted: int, free: int, total: int) -> None:
         self.what, self.wanted, self.free, self.total = what, wanted, free, total
         super().__init__(what, wanted, free, total)
 
     def __str__(self) -> str:
-        # Python prints no integer of thousands of digits.
+        # Python refuses to print integers of thousands of digits.
         wanted = self.wanted if self.wanted < 10**18 else "more than 10^18"
         return f"out of {self.what}: {wanted} wanted, {self.free} free of {self.total}"
 
 
 class MissingError(PagodaError, RuntimeError):
-    """A model is not here, and could not be fetched or kept; the message says what to do."""
+    """A model is missing and could not be fetched or stored; the message says what to do."""
 
 
 class UsageError(PagodaError):
-    """A call that its caller got wrong."""
+    """The caller made a mistake."""
 
 
 class ArgumentError(UsageError, ValueError):
-    """An argument of the wrong type, dtype, shape, device or length."""
+    """An argument has the wrong type, dtype, shape, device or length."""
 
 
 class IdError(UsageError):
-    """One id of a call is wrong: `id`, standing at `position` of its argument."""
+    """One id is wrong: `id`, found at index `position` of its argument."""
 
     def __init__(self, message: str, id: int, position: int) -> None:
         self.message, self.id, self.position = message, id, position
@@ -85,31 +85,31 @@ class IdError(UsageError):
 
 
 class OutOfRangeError(IdError, IndexError):
-    """No such id; 0 is padding in every space that begins at 1."""
+    """The id does not exist. Id 0 is padding wherever ids begin at 1."""
 
 
 class NotHeldError(IdError):
-    """The id is not held: it was freed before, or never allocated."""
+    """The id is not held: it was freed earlier or never allocated."""
 
 
 class DoubleFreeError(NotHeldError):
-    """The id stands twice in one call, or was freed and waits for its fence."""
+    """The id is duplicated in one call, or was freed and is waiting for its fence."""
 
 
 class AlreadyHeldError(IdError):
-    """The id is asked for by name but is not free."""
+    """A specific id was requested that is not free."""
 
 
 class StaleError(UsageError):
-    """What an earlier call found is no longer there: ask again."""
+    """The result of an earlier call is no longer valid: repeat that call."""
 
 
 class CaptureError(UsageError):
-    """The call would make a device tensor, and the stream is being captured: call it before."""
+    """The call needs a new device tensor while its stream is being captured: call it before the capture."""
 
 
 class InvariantError(PagodaError, AssertionError):
-    """A bug in Pagoda. `number` is that of docs/invariants.md; please report it."""
+    """A bug in Pagoda. `number` refers to docs/invariants.md; please report it."""
 
     def __init__(self, number: int, message: str) -> None:
         self.number, self.message = number, message

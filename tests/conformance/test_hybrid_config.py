@@ -110,7 +110,7 @@ def test_state_bytes_a_request(config: DSV4Config, mib: float) -> None:
     assert round(num_bytes / 2**20, 1) == mib
     group = config.layout().state_group
     assert group is not None
-    assert group.row_bytes == num_bytes
+    assert group.state_bytes == num_bytes
 
 
 def test_state_rows_of_the_compressors() -> None:

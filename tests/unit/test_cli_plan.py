@@ -48,7 +48,7 @@ def json_of(text_of: Callable[..., str]) -> Callable[..., Any]:
     """The object that a plan prints, in strict JSON."""
 
     def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not valid JSON")
 
     return lambda *arguments: json.loads(text_of(*arguments, "--json"), parse_constant=refuse)
 
@@ -500,7 +500,7 @@ FITS = [*LLAMA, "--memory", "80GiB"]
         (["deepseek-v4-pro", "--kv-dtype", "fp8_e5m2"], "--kv-dtype: entries of deepseek_v4 are 'fp8'"),
         (["mamba-2.8b", "--kv-dtype", "fp8_ds_mla"], "--kv-dtype: 'fp8_ds_mla' is for latent attention"),
         *(([*LLAMA, "--unaccepted", bad], "--unaccepted: ") for bad in ("0", "x", "-1", "1.5", "9" * 30)),
-        ([*LLAMA, "--like", "x"], "--like: there is no family 'x', only "),
+        ([*LLAMA, "--like", "x"], "--like: unknown family 'x': give one of "),
         *(
             ([*FITS, "--mix", bad], "--mix: ")
             for bad in (
@@ -570,7 +570,7 @@ def test_a_name_comes_before_a_path(tmp_path: Path, json_of, monkeypatch: pytest
 def test_a_type_that_is_not_known_may_be_like_one_that_is(tmp_path: Path, json_of, error_of):
     file = write(tmp_path / "config.json", {**model_config("llama-3.1-8b"), "model_type": "nova"})
     error = error_of(file)
-    assert "model_type 'nova' is not known" in error
+    assert "model_type 'nova' is unknown" in error
     assert "--like llama" in error
     assert json_of(file, "--like", "llama")["token_bytes"] == LLAMA_TOKEN
 
@@ -619,15 +619,15 @@ def test_odd_names(name: str, error_of):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "is no JSON"),
-        (b"\x80\x81\x00\xff" * 100, "is no JSON"),
-        (b"{", "is no JSON"),
-        (b"[1, 2]", "holds no JSON object"),
-        (b"null", "holds no JSON object"),
-        (b"[" * 100_000, "is no JSON"),
-        (b"{}", "it has no model_type"),
-        (b'{"version": "1.0", "model": {"type": "BPE"}}', "it has no model_type"),  # a tokenizer.json
-        (b'{"model_type": "nova\\u001b[31m\\n"}', "model_type 'nova\\x1b[31m\\n' is not known"),
+        (b"", "is not valid JSON"),
+        (b"\x80\x81\x00\xff" * 100, "is not valid JSON"),
+        (b"{", "is not valid JSON"),
+        (b"[1, 2]", "does not contain a JSON object"),
+        (b"null", "does not contain a JSON object"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b"{}", "config has no model_type"),
+        (b'{"version": "1.0", "model": {"type": "BPE"}}', "config has no model_type"),  # a tokenizer.json
+        (b'{"model_type": "nova\\u001b[31m\\n"}', "model_type 'nova\\x1b[31m\\n' is unknown"),
         (b'{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers should be an integer"),
         (
             b'{"model_type": "llama", "num_key_value_heads": "many"}',
@@ -646,11 +646,11 @@ def test_paths_that_lead_nowhere(tmp_path: Path, error_of, monkeypatch: pytest.M
     assert "config.json' cannot be read: No such file" in error_of(str(tmp_path))
     assert "no such file or folder" in error_of(str(tmp_path / "missing.json"))
     file = write(tmp_path / "broken\nin two.json", "{")
-    assert "broken\\nin two.json' is no JSON" in error_of(file)
+    assert "broken\\nin two.json' is not valid JSON" in error_of(file)
     os.mkfifo(tmp_path / "fifo")  # nobody writes: reading would wait for ever
-    assert "is no regular file" in error_of(str(tmp_path / "fifo"))
+    assert "is not a regular file" in error_of(str(tmp_path / "fifo"))
     if os.path.exists("/dev/zero"):
-        assert "is no regular file" in error_of("/dev/zero")  # it has no end
+        assert "is not a regular file" in error_of("/dev/zero")  # it has no end
     real = os.stat
 
     def locked(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
@@ -683,7 +683,7 @@ def kv_heads(name: str) -> set[int]:
 def test_every_model_is_planned(name: str, ranks: int, json_of, text_of, error_of):
     asked = [name, "--memory", "400GiB", "--context", "32k", "--tp", str(ranks)]
     if any(heads % ranks and ranks % heads for heads in kv_heads(name)):
-        assert "KV heads neither divide" in error_of(*asked)
+        assert "KV heads can be neither divided" in error_of(*asked)
         return
     plan, text = json_of(*asked), text_of(*asked)
     lines = text.split("\n")

@@ -306,7 +306,7 @@ class TestCompressed:
         assert wide.token_bytes == Fraction(num_csa * (37_440 + 64 * 132) + num_hca * 1_728, 256) == at_256
         num_layers = num_csa + num_hca + num_ring
         row = num_layers * 128 * (584 + 4) + num_csa * 8 * (2_048 + 512) * 4 + num_hca * 128 * 1_024 * 4
-        assert layout.state_group.row_bytes == row
+        assert layout.state_group.state_bytes == row
         assert round(row / 2**20, 1) == state_mib
 
     def test_layers_of_flash_and_pro_stand_in_their_order(self):
@@ -514,8 +514,8 @@ class TestOwnKinds:
     def test_a_kind_of_ones_own(self):
         """`Kind` is public, and errors of `from_hf` send people to describe layers themselves."""
         layout = Layout([CrossAttention(heads=4, tokens=10)])
-        assert layout.state_group.row_bytes == 4 * 10 * 2
-        assert layout.shard(2).state_group.row_bytes == 2 * 10 * 2
+        assert layout.state_group.state_bytes == 4 * 10 * 2
+        assert layout.shard(2).state_group.state_bytes == 2 * 10 * 2
 
     def test_what_is_kept_is_computed_once(self):
         """Many layers of a model are one value; equality, hash and copies are those of its fields."""
@@ -554,7 +554,7 @@ class TestSharding:
 
     @pytest.mark.parametrize(("heads", "ranks"), [(8, 3), (3, 2), (8, 12), (6, 4), (3, 8)])
     def test_kv_heads_that_neither_divide_nor_repeat(self, heads, ranks):
-        with pytest.raises(ConfigError, match=rf"^{heads} KV heads neither divide among {ranks} ranks"):
+        with pytest.raises(ConfigError, match=rf"^{heads} KV heads can be neither divided among {ranks} ranks"):
             FullAttention(kv_heads=heads, k_dim=3, v_dim=5).shard(ranks)
 
     @pytest.mark.parametrize("name", ["latent", "latent, indexed", "shared", "ring", "csa", "hca"])
@@ -576,13 +576,13 @@ class TestSharding:
     )
     def test_states_are_never_repeated(self, name):
         for ranks in (3, 5, 2**20):
-            with pytest.raises(ConfigError, match=f"do not divide among {ranks} ranks"):
+            with pytest.raises(ConfigError, match=f"cannot be divided among {ranks} ranks"):
                 KINDS[name].shard(ranks)
 
     def test_gated_delta_divides_keys_and_values(self):
         kind = KINDS["gated delta"].shard(16)
         assert (kind.key_heads, kind.value_heads) == (1, 2)
-        with pytest.raises(ConfigError, match="16 linear heads do not divide among 32 ranks"):
+        with pytest.raises(ConfigError, match="16 linear heads cannot be divided among 32 ranks"):
             KINDS["gated delta"].shard(32)
 
     def test_groups_of_mamba_2_are_repeated_when_ranks_outnumber_them(self):
@@ -590,5 +590,5 @@ class TestSharding:
         assert (kind.heads, kind.groups) == (32, 1)
         # 32 heads' inputs and both projections of the repeated group.
         assert state_bytes(kind) == {"conv": (32 * 64 + 2 * 128) * 3 * 2, "recurrent": 32 * 64 * 128 * 4}
-        with pytest.raises(ConfigError, match="3 Mamba groups neither divide among 2 ranks"):
+        with pytest.raises(ConfigError, match="3 Mamba groups can be neither divided among 2 ranks"):
             Mamba2(heads=6, head_dim=1, groups=3, state_dim=1, kernel=4).shard(2)

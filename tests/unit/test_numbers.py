@@ -90,7 +90,7 @@ class TestBytes:
             num_bytes(given, "cache")
 
     def test_the_error_shows_what_to_write(self):
-        with pytest.raises(ConfigError, match=r"'80 gigs' is no size: write for example 80GiB"):
+        with pytest.raises(ConfigError, match=r"'80 gigs' is not a size in bytes: write 80GiB"):
             num_bytes("80 gigs")
         with pytest.raises(ConfigError, match=r"write GiB for 2\^30 bytes, GB for 10\^9"):
             num_bytes("80Gi")

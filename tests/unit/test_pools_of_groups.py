@@ -58,7 +58,7 @@ def test_a_row_of_a_pool_weighs_what_its_group_says():
     group = Layout([kind, [], kind]).state_group
     assert group is not None
     pool = StatePool.from_group(group, 3, "cpu")
-    assert pool.memory_bytes() == group.row_bytes * 4  # row 0 is padding
+    assert pool.memory_bytes() == group.state_bytes * 4  # row 0 is padding
     assert pool.tensors["recurrent"].shape == (2, 4, 4, 8, 16)
     assert pool.tensors["recurrent"].dtype == torch.float32
     assert pool.tensors["conv"].shape == (2, 4, 2 * 2 * 8 + 4 * 16, 3)

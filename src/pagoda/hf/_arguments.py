@@ -92,7 +92,7 @@ class Prompts:
 
     @property
     def length(self) -> int:
-        """Columns of the batch. O(1)."""
+        """Columns of the batch."""
         return self.ids.shape[1]
 
 

@@ -108,7 +108,7 @@ class PrefixCache:
     # ── looking at it ───────────────────────────────────────────────────────────────────────────────
 
     def stats(self) -> Stats:
-        """Calls, tokens, bytes, and why calls were not served. O(groups)."""
+        """Calls, tokens, bytes, and why calls were not served."""
         with self._lock:
             memory, counts = self._memory, self._counts
             held = None if memory is None else memory.manager.stats()
@@ -128,7 +128,7 @@ class PrefixCache:
             )
 
     def last(self) -> Call | None:
-        """What this thread's latest `generate` did, or None before the first. O(1).
+        """What this thread's latest `generate` did, or None before the first.
 
         Calls that were made within it (a streamer that asks, an assistant) came before it ended."""
         found: Call | None = getattr(self._last, "call", None)
@@ -148,7 +148,7 @@ class PrefixCache:
         )
 
     def clear(self) -> None:
-        """Forgets all prefixes; counts stay. Cost O(pages)."""
+        """Forgets all prefixes; counts stay."""
         with self._lock:
             if self._memory is not None:
                 self._memory.clear()
@@ -415,7 +415,7 @@ def enable(model: Any, memory: int | str = "1GiB") -> PrefixCache:
 
 
 def disable(model: Any) -> None:
-    """Give a model its plain `generate` back, and the memory free. O(1). Errors: ArgumentError if it has no
+    """Give a model its plain `generate` back, and the memory free. Errors: ArgumentError if it has no
     cache."""
     target = _target(model)
     found = target.__dict__.get("generate")

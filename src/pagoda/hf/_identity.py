@@ -150,7 +150,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _number(thing: Any) -> int:
-    """A number that nothing else has or had, in this process. O(1)."""
+    """A number that nothing else has or had, in this process."""
     found = _numbers.get(thing)
     if found is None:
         found = _numbers[thing] = next(_unused)
@@ -178,7 +178,7 @@ def _drops(module: torch.nn.Module) -> bool:
 
 
 def settings(config: Any) -> list[tuple[str, str]]:
-    """What a config says, as text. O(its fields)."""
+    """What a config says, as text."""
     config = config.get_text_config(decoder=True)
     found = [(name, repr(value)) for name, value in vars(config).items() if name[0] != "_"]
     return [("attention", str(config._attn_implementation)), *sorted(found)]

@@ -309,7 +309,7 @@ class Memory:
     # ── the whole ───────────────────────────────────────────────────────────────────────────────────
 
     def clear(self) -> None:
-        """Forgets everything; the pools stay. O(pages)."""
+        """Forgets everything; the pools stay."""
         with self._lock:
             self.manager.reset()
             self._pools.reset()

@@ -71,8 +71,7 @@ class RecordingLayer(DynamicLayer):
 
 
 def roomy(like: torch.Tensor, rows: int, heads: int, columns: int, dim: int) -> torch.Tensor:
-    """[rows, heads, columns and room for more, dim], uninitialised; heads of one column lie side by side.
-    O(1)."""
+    """[rows, heads, columns and room for more, dim], uninitialised; heads of one column lie side by side."""
     more = max(MORE, columns // 8)
     return like.new_empty(rows, columns + more, heads, dim).transpose(1, 2)
 
@@ -93,14 +92,14 @@ class RecordingWindow(DynamicSlidingWindowLayer):
         return found
 
     def joined(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values from `begin` on. O(columns)."""
+        """Keys and values from `begin` on."""
         if len(self.parts) > 1:
             keys, values = zip(*self.parts, strict=True)
             self.parts = [(torch.cat(keys, dim=-2), torch.cat(values, dim=-2))]
         return self.parts[0]
 
     def forget(self, column: int) -> None:
-        """Keeps nothing before a column any more. O(columns)."""
+        """Keeps nothing before a column any more."""
         if column <= self.begin or not self.parts:
             return
         keys, values = self.joined()
@@ -161,22 +160,22 @@ class RecordingCache(DynamicCache):
 
     @property
     def is_known(self) -> bool:
-        """Whether all layers are of kinds that can be copied in and out. O(layers)."""
+        """Whether all layers are of kinds that can be copied in and out."""
         return all(type(layer) in (RecordingLayer, RecordingWindow) for layer in self.layers)
 
     @property
     def num_columns(self) -> int:
-        """Columns that every layer has, whatever was interrupted. O(steps)."""
+        """Columns that every layer has, whatever was interrupted."""
         return sum(part.shape[1] for part in self._tokens)
 
     def tokens(self) -> torch.Tensor:
-        """[rows, num_columns] int64: what stands in the columns. O(tokens)."""
+        """[rows, num_columns] int64: what stands in the columns."""
         if len(self._tokens) > 1:
             self._tokens = [torch.cat(self._tokens, dim=1)]
         return self._tokens[0]
 
     def fill(self, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Gives a layer its cached columns: [rows, heads, columns, dim]; of a window, the last ones. O(1).
+        """Gives a layer its cached columns: [rows, heads, columns, dim]; of a window, the last ones.
 
         The first `num_cached` columns of what a layer that keeps all is given are cached, the others room for
         more."""
@@ -205,7 +204,7 @@ class RecordingCache(DynamicCache):
         return keys[..., begin:end, :], values[..., begin:end, :]
 
     def forget(self, column: int) -> None:
-        """Windows keep nothing before a column any more. O(columns)."""
+        """Windows keep nothing before a column any more."""
         for layer in self.layers:
             if isinstance(layer, RecordingWindow):
                 layer.forget(column)
@@ -221,7 +220,7 @@ class RecordingCache(DynamicCache):
                 )
 
     def close(self) -> None:
-        """Makes it a plain cache again, which may be the caller's from now on. O(layers)."""
+        """Makes it a plain cache again, which may be the caller's from now on."""
         for layer in self.layers:
             if isinstance(layer, RecordingWindow):
                 del layer.parts, layer.begin

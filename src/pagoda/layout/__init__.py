@@ -1,8 +1,8 @@
-"""What every model stores. In: a model's config; out: groups of layers, and every size in the house.
+"""What a model stores. In: a model's config; out: groups of layers and all sizes that Pagoda uses.
 
-`kinds` has one frozen description a layer, `entries` the bytes of one token in one tensor, `groups` the
-layers that share ids, `Layout` the whole model with its questions, `sizing` the division of memory,
-`configs/` the reading of Hugging Face configs, `models/` those of well-known models. Knows no torch."""
+`_kinds` describes single layers, `_entries` the bytes of one token in one tensor, `_groups` the layers that
+share ids, `_layout` the whole model, and `_sizing` divides memory between groups. `_configs/` reads Hugging
+Face configs; `models/` contains those of well-known models. Does not import torch."""
 
 from pagoda.layout._configs.reading import from_hf, model_config, model_names
 from pagoda.layout._entries import (

@@ -1,6 +1,6 @@
-"""What one token, or one compressed entry, takes in one tensor of a layer. Layouts of bytes are data here.
+"""Entries: the bytes of one token, or of one compressed block, in one tensor of a layer.
 
-In: dimensions and dtypes; out: parts with shapes, and bytes. No other place knows how wide a dtype is, or
+In: dimensions and dtypes; out: parts with shapes, and bytes. Only this module knows the width of a dtype and
 how a page of entries is padded."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
     "plain",
 ]
 
-# torch's names, so that a pool finds its dtype by them; bytes of one element. The fp4 one is two values.
+# Bytes of one element, by torch's name of the dtype. An element of fp4 has two values.
 DTYPES = {
     "float32": 4,
     "bfloat16": 2,
@@ -51,9 +51,9 @@ KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
 def dtype_name(value: Any, name: str, allowed: tuple[str, ...] = tuple(DTYPES)) -> str:
-    """torch's name of a dtype, from that name, a short one ('bf16', 'fp8') or a torch dtype.
+    """Return torch's name of a dtype, given that name, a short one ('bf16', 'fp8') or a torch dtype.
 
-    O(1). Errors: ConfigError that lists what is allowed.
+    Errors: ConfigError that lists the allowed names.
     """
     text = value if isinstance(value, str) else str(value) if type(value).__name__ == "dtype" else ""
     text = text.removeprefix("torch.").lower()
@@ -66,9 +66,9 @@ def dtype_name(value: Any, name: str, allowed: tuple[str, ...] = tuple(DTYPES)) 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An array of one shape and dtype; `initial` is what a new request's begins with.
+    """An array of one shape and dtype; `initial` is its value when a request begins.
 
-    Errors: ConfigError for a shape or dtype that is none.
+    Errors: ConfigError for an invalid shape or dtype.
     """
 
     name: str
@@ -85,17 +85,16 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the array. O(dimensions)."""
+        """Bytes of the array."""
         return math.prod(self.shape) * DTYPES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The bytes of one entry in one tensor of a layer: `parts` in their order, side by side.
+    """The bytes of one entry in one tensor of a layer: `parts`, one after the other.
 
-    With `scales`, a page holds the parts of all its entries first and the scales of all of them behind. A
-    page is padded to a multiple of `page_multiple` bytes. Another layout of bytes is another value of this
-    class. Errors: ConfigError for an entry of no bytes."""
+    With `scales`, a page contains the parts of all its entries, followed by the scales of all its entries.
+    Pages are padded to a multiple of `page_multiple` bytes. Errors: ConfigError for an entry without bytes."""
 
     name: str
     parts: tuple[TensorSpec, ...]
@@ -113,31 +112,31 @@ class Entry:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of an entry's parts, without its scales. O(parts)."""
+        """Bytes of an entry's parts, without its scales."""
         return sum(part.num_bytes for part in self.parts)
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of an entry's scales. O(parts)."""
+        """Bytes of an entry's scales."""
         return sum(part.num_bytes for part in self.scales)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one entry, before a page is padded. O(parts)."""
+        """Bytes of one entry, before a page is padded."""
         return self.data_bytes + self.scale_bytes
 
     def page_bytes(self, num_entries: int) -> int:
-        """Bytes of a page of so many entries, padding included. O(parts)."""
+        """Return the bytes of a page of `num_entries` entries, padding included."""
         return -(-num_entries * self.num_bytes // self.page_multiple) * self.page_multiple
 
 
 def plain(name: str, heads: int, dim: int, dtype: str) -> Entry:
-    """Keys or values of one token: [heads, dim]. O(1). Errors: ConfigError."""
+    """Return the entry for keys or values of one token: [heads, dim]. Errors: ConfigError."""
     return Entry(name, (TensorSpec(name, (heads, dim), dtype),))
 
 
 def latent(latent_dim: int, rope_dim: int, dtype: str) -> Entry:
-    """A token of latent attention: the compressed vector and the rotated key all heads share. O(1).
+    """Return the entry of latent attention: the compressed vector and the rotated key shared by all heads.
 
     Errors: ConfigError.
     """
@@ -146,10 +145,10 @@ def latent(latent_dim: int, rope_dim: int, dtype: str) -> Entry:
 
 
 def latent_fp8(latent_dim: int, rope_dim: int, block: int = 128) -> Entry:
-    """A token of latent attention as FlashMLA's sparse kernels read it: fp8, a float32 scale for each
-    `block` values, the rotated key in bfloat16; 656 B for 512 + 64. O(1). Errors: ConfigError."""
+    """Return the entry of latent attention that FlashMLA's sparse kernels read: fp8 with one float32 scale per
+    `block` values, and the rotated key in bfloat16. 656 B for 512 + 64 values. Errors: ConfigError."""
     if count(latent_dim, "latent_dim") % count(block, "block"):
-        raise ConfigError(f"latent_dim: {latent_dim} is no multiple of {block}, the values under one scale")
+        raise ConfigError(f"latent_dim: {latent_dim} is not a multiple of {block}, the values per scale")
     return Entry(
         "latent",
         (
@@ -161,11 +160,11 @@ def latent_fp8(latent_dim: int, rope_dim: int, block: int = 128) -> Entry:
 
 
 def compressed_fp8(head_dim: int, rope_dim: int, block: int = 64, scale_multiple: int = 8) -> Entry:
-    """A DeepSeek-V4 entry: what has no position in fp8, the rotated part in bfloat16, and behind all entries
-    of a page their scales, a power of two for each `block` values, padded to `scale_multiple` bytes.
+    """Return the entry of DeepSeek-V4: fp8 values, and the rotated part in bfloat16. The scales follow all
+    entries of a page: one power of two per `block` values, padded to `scale_multiple` bytes.
 
-    584 B for 512 of which 64 are rotated. Pages are padded to a multiple of the entry's data, so that they
-    are aligned for a kernel that reads entries as rows. O(1). Errors: ConfigError."""
+    584 B for 512 values of which 64 are rotated. Pages are padded to a multiple of an entry's data, so that
+    kernels can address pages as arrays of entries. Errors: ConfigError."""
     flat_dim = count(head_dim, "head_dim") - count(rope_dim, "rope_dim")
     if flat_dim < 1:
         raise ConfigError(f"rope_dim: {rope_dim} leaves nothing of head_dim = {head_dim}")
@@ -183,11 +182,11 @@ def compressed_fp8(head_dim: int, rope_dim: int, block: int = 64, scale_multiple
 
 
 def index_keys(dim: int, dtype: str) -> Entry:
-    """The key by which a sparse indexer finds a token or an entry; 'fp8' has one float32 scale, 'fp4' a
-    power of two for each 32 values, other dtypes none. O(1). Errors: ConfigError."""
+    """Return the entry of a sparse indexer's key: 'fp8' with one float32 scale, 'fp4' with one power of two
+    per 32 values, or another dtype without scales. Errors: ConfigError."""
     if dtype == "fp4":
         if count(dim, "index_dim") % 32:
-            raise ConfigError(f"index_dim: {dim} is no multiple of 32, the values under one fp4 scale")
+            raise ConfigError(f"index_dim: {dim} is not a multiple of 32, the values per fp4 scale")
         packed = TensorSpec("index", (dim // 2,), "float4_e2m1fn_x2")
         return Entry("index", (packed,), (TensorSpec("scale", (dim // 32,), "float8_e8m0fnu"),))
     name = dtype_name(dtype, "index_dtype", KV_DTYPES)

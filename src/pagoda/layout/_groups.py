@@ -1,8 +1,8 @@
 """Groups: layers with one geometry and one lifetime, which share ids, a free-list, a table and a budget.
 
-In: what layers keep; out: pages and rows, in bytes, for a length. A paged group has pages; all layers that
-keep states form one group, whose unit is a request's row: its layers may differ, because one id names the
-states of all."""
+In: what each layer stores; out: the pages and states of a request, and their bytes. Layers of a paged group
+store the same entries. All layers with states form one group, and may differ: one state id names the
+states of a request in all of them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from pagoda.layout._numbers import LARGEST, count, show
 
 __all__ = ["PagedGroup", "StateGroup", "form_groups", "steps_held"]
 
-# Tokens of a page where nobody says: what most kernels take; FlashMLA takes 64.
+# Default tokens per page: what most kernels accept; FlashMLA needs 64.
 _USUAL_PAGE_TOKENS = {"full": 16, "window": 16, "latent": 64}
 
 
 @dataclass(frozen=True)
 class PagedGroup:
-    """Layers that keep `storage` in pages of `page_tokens` tokens: one page id is valid in all of them.
+    """Layers that store `storage` in pages of `page_tokens` tokens. A page id is valid in all of them.
 
-    A page of a group is a page in each tensor of each layer. `layers` are numbers in the model.
-    `resume_step` is that of the layout: windows are given up in multiples of it. Errors: ConfigError for
-    pages that hold no whole number of entries, or that do not divide `resume_step`.
+    A page of the group is one page in every tensor of every layer. `layers` are layer numbers of the model.
+    `resume_step` is that of the layout: windows free their pages in multiples of it. Errors: ConfigError if
+    `page_tokens` is not a whole number of entries or does not divide `resume_step`.
     """
 
     name: str
@@ -47,47 +47,47 @@ class PagedGroup:
         if self.page_tokens % self.storage.ratio:
             raise ConfigError(
                 f"page_tokens of {self.name}: give a multiple of {self.storage.ratio}, "
-                "the tokens of one entry"
+                "the tokens per entry"
             )
 
     @property
     def window(self) -> int | None:
-        """Tokens that a query reads, its own included; None if all. O(1)."""
+        """Tokens that a query reads, including its own; None for all."""
         return self.storage.window
 
     @property
     def entries_per_page(self) -> int:
-        """Entries of a page. O(1)."""
+        """Entries per page."""
         return self.page_tokens // self.storage.ratio
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page in all layers of the group, its padding included. O(tensors of a layer)."""
+        """Bytes of one page in all layers of the group, padding included."""
         return len(self.layers) * sum(
             entry.page_bytes(self.entries_per_page) for entry in self.storage.entries
         )
 
     @property
     def unit_bytes(self) -> int:
-        """As `page_bytes`: what one more id costs. O(tensors of a layer)."""
+        """Bytes per id: the same as `page_bytes`."""
         return self.page_bytes
 
     @property
     def token_bytes(self) -> Fraction:
-        """Bytes a token in all layers of the group, padding of pages included. O(tensors of a layer)."""
+        """Bytes per token in all layers of the group, padding of pages included."""
         return Fraction(self.page_bytes, self.page_tokens)
 
     @property
     def unpadded_token_bytes(self) -> Fraction:
-        """Bytes a token in all layers of the group, without padding. O(tensors of a layer)."""
+        """Bytes per token in all layers of the group, without padding."""
         return Fraction(
             len(self.layers) * sum(entry.num_bytes for entry in self.storage.entries), self.storage.ratio
         )
 
     def live_pages(self, length: int) -> tuple[range, ...]:
-        """Which pages of a request still matter once `length` tokens are stored, to go on from there. O(1).
+        """Return the pages that a request with `length` tokens stored needs in order to continue.
 
-        [0, sink pages) and [first page the window reaches, end). Errors: ConfigError below 0.
+        [0, sink pages) and [first page in the window, end). Errors: ConfigError for a negative length.
         """
         end = -(-count(length, "length", low=0) // self.page_tokens)
         if self.window is None:
@@ -97,15 +97,15 @@ class PagedGroup:
         return (range(sinks), range(first, end)) if sinks else (range(first, end),)
 
     def peak_units(self, length: int, step: int = 1, in_flight: int = 0) -> int:
-        """The most pages that a request holds while it grows to `length` tokens, at most `step` per step,
-        with `in_flight` steps in flight (see `Layout.divide`). O(1). Errors: ConfigError."""
+        """Return the most pages that a request holds while it grows to `length` tokens by at most `step` per
+        step, with `in_flight` steps in flight (see `Layout.divide`). Errors: ConfigError."""
         return self.peak_pages(length, steps_held(in_flight) * count(step, "step"))
 
     def peak_pages(self, length: int, lag: int) -> int:
-        """The most pages that a request holds while it grows to `length` tokens, if at most `lag` of them are
-        reserved beyond the commit by which it last gave up pages. O(1). Errors: ConfigError."""
+        """Return the most pages that a request holds while it grows to `length` tokens, if at most `lag`
+        tokens are reserved beyond the last commit that freed pages. Errors: ConfigError."""
         length = count(length, "length", low=0)
-        # What is held grows with each page, and falls where that commit completes a `resume_step`.
+        # The count grows with each page, and falls when a commit completes a `resume_step`.
         before_fall = length - (length - lag + 1) % self.resume_step
         return max(self._held(length, lag), self._held(max(0, before_fall), lag))
 
@@ -117,8 +117,8 @@ class PagedGroup:
         return pages - first + min(first, -(-self.storage.sink_tokens // self.page_tokens))
 
     def layer_bytes(self, layer: int, length: int) -> dict[str, int]:
-        """Bytes that a layer, by its number in the model, has to keep of `length` tokens, by tensor, pages
-        aside; nothing if it is not of this group. O(layers + tensors). Errors: ConfigError."""
+        """Return the bytes by tensor that a layer has to keep of `length` tokens, without rounding up to
+        pages; empty if the layer is not in this group. Errors: ConfigError."""
         kept = count(length, "length", low=0)
         if layer not in self.layers:
             return {}
@@ -129,10 +129,10 @@ class PagedGroup:
 
 @dataclass(frozen=True)
 class StateGroup:
-    """Layers that keep a state: one row id names a request's states in all of them.
+    """Layers with a state of fixed size per request. A state id is valid in all of them.
 
-    `parts[i]` is what layer `layers[i]` keeps a row, `checkpoint_bytes` what a checkpoint has to keep of a
-    row."""
+    `parts[i]` is the state of layer `layers[i]`; `checkpoint_bytes` are the bytes of it, in all layers, that
+    a checkpoint needs."""
 
     name: str
     layers: tuple[int, ...]
@@ -140,22 +140,22 @@ class StateGroup:
     checkpoint_bytes: int
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of a row in all layers. O(layers)."""
+    def state_bytes(self) -> int:
+        """Bytes of one state in all layers."""
         return sum(part.num_bytes for parts in self.parts for part in parts)
 
     @property
     def unit_bytes(self) -> int:
-        """As `row_bytes`: what one more id costs. O(layers)."""
-        return self.row_bytes
+        """Bytes per id: the same as `state_bytes`."""
+        return self.state_bytes
 
     def peak_units(self, length: int, step: int = 1, in_flight: int = 0) -> int:
-        """Rows of a request: one, however long. O(1)."""
+        """Return the states of a request: one, for any length."""
         return 1
 
     def layer_bytes(self, layer: int, length: int) -> dict[str, int]:
-        """Bytes that a layer, by its number in the model, keeps of a request, by part, however long it is;
-        nothing if it is not of this group. O(layers). Errors: ConfigError."""
+        """Return the bytes by part that a layer keeps for a request of any length; empty if the layer is not
+        in this group. Errors: ConfigError."""
         count(length, "length", low=0)
         if layer not in self.layers:
             return {}
@@ -163,11 +163,11 @@ class StateGroup:
 
 
 def steps_held(in_flight: int) -> int:
-    """Steps whose tokens a request holds beyond the commit by which it last gave up pages. O(1).
+    """Return the number of steps whose tokens a request holds beyond the last commit that freed pages.
 
-    When step t is reserved, the fence of step t − 1 − in_flight has passed. Pages that a commit gives up wait
-    for the last step taken before it, so those of the commits made right after that step are free: commits
-    of steps up to t − 1 − 2 in_flight. Errors: ConfigError.
+    When step t is reserved, the fence of step t − 1 − in_flight has passed. Pages freed by a commit wait for
+    the last step planned before it. Free by then are therefore the pages of commits made right after step
+    t − 1 − in_flight, which are commits of steps up to t − 1 − 2 in_flight. Errors: ConfigError.
     """
     return 2 * count(in_flight, "in_flight", low=0) + 1
 
@@ -175,9 +175,9 @@ def steps_held(in_flight: int) -> int:
 def form_groups(
     layers: Sequence[Sequence[Kind]], page_tokens: dict[str, int] | int | None
 ) -> tuple[PagedGroup | StateGroup, ...]:
-    """The groups of a model's layers, in the order of their first layer; states come last. O(layers).
+    """Return the groups of a model's layers, in the order of their first layer; states come last.
 
-    Errors: ConfigError for page sizes that do not fit a group, or that name none.
+    Errors: ConfigError for page sizes that do not fit a group, or for an unknown group name.
     """
     members: dict[Storage, list[int]] = {}
     states: dict[int, list[Kind]] = {}
@@ -188,9 +188,9 @@ def form_groups(
             if kind.state:
                 states.setdefault(number, []).append(kind)
     names: dict[str, Storage] = {}
-    for pages in members:
-        same = sum(other.name == pages.name for other in names.values())
-        names[pages.name if not same else f"{pages.name}-{same + 1}"] = pages
+    for storage in members:
+        same = sum(other.name == storage.name for other in names.values())
+        names[storage.name if not same else f"{storage.name}-{same + 1}"] = storage
     if isinstance(page_tokens, dict):
         for key, tokens in page_tokens.items():
             if key not in names:
@@ -200,17 +200,18 @@ def form_groups(
             count(tokens, f"page_tokens of {key}")
     elif page_tokens is not None and not names:
         count(page_tokens, "page_tokens")
-    # Where attention is compressed at several ratios, a page of each ends where all have a whole entry.
-    together = math.lcm(*(pages.ratio for pages in members))
-    sizes = {name: _page_tokens(name, pages, page_tokens, together) for name, pages in names.items()}
+    # Where attention is compressed at several ratios, pages end where every ratio has a whole entry.
+    together = math.lcm(*(storage.ratio for storage in members))
+    sizes = {name: _page_tokens(name, storage, page_tokens, together) for name, storage in names.items()}
     resume_step = math.lcm(*sizes.values())
     if resume_step > LARGEST:
         raise ConfigError(
-            "page_tokens: the groups' pages end nowhere together: give sizes that divide each other"
+            "page_tokens: the least common multiple of the groups' page sizes is too large: "
+            "give sizes that divide each other"
         )
     groups: list[PagedGroup | StateGroup] = [
-        PagedGroup(name, tuple(members[pages]), pages, sizes[name], resume_step)
-        for name, pages in names.items()
+        PagedGroup(name, tuple(members[storage]), storage, sizes[name], resume_step)
+        for name, storage in names.items()
     ]
     if states:
         parts = tuple(tuple(part for kind in kinds for part in kind.state) for kinds in states.values())
@@ -219,13 +220,13 @@ def form_groups(
     return tuple(groups)
 
 
-def _page_tokens(name: str, pages: Storage, given: dict[str, int] | int | None, together: int) -> int:
-    usual = together if pages.ratio > 1 else _USUAL_PAGE_TOKENS.get(pages.name, 16)
+def _page_tokens(name: str, storage: Storage, given: dict[str, int] | int | None, together: int) -> int:
+    usual = together if storage.ratio > 1 else _USUAL_PAGE_TOKENS.get(storage.name, 16)
     tokens = given.get(name, usual) if isinstance(given, dict) else usual if given is None else given
     count(tokens, f"page_tokens of {name}")
-    if pages.ratio > 1 and tokens % together:
+    if storage.ratio > 1 and tokens % together:
         raise ConfigError(
-            f"page_tokens of {name}: give a multiple of {together}, where entries of all ratios end, "
-            f"not {tokens}"
+            f"page_tokens of {name}: give a multiple of {together}, the least common multiple of all "
+            f"compression ratios, not {tokens}"
         )
     return tokens

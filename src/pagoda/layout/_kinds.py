@@ -1,16 +1,16 @@
-"""The kinds of layers: one frozen description each, the source of every size in the house.
+"""The kinds of layers: a frozen description of what one layer stores, from which all sizes derive.
 
-In: dimensions and dtypes of one layer; out: what it keeps in pages (`pages`), what it keeps a request
-(`state`), and the same layer as one of several ranks holds it (`shard`).
+In: dimensions and dtypes of a layer; out: what it keeps in pages (`storage`), what it keeps per request
+(`state`), and its share on one of several ranks (`shard`).
 
     Kind
     ├── FullAttention            keys and values of every token
-    ├── WindowAttention          of the last tokens, and of the first ones if they are sinks
-    ├── LatentAttention          one vector a token for all heads; with or without indexer keys
-    ├── SharedAttention          nothing: reads what another layer keeps
-    ├── RingWindow               the last entries, in a ring of fixed size a request
-    │   └── CompressedAttention  and an entry for every few tokens, and what is not yet compressed
-    └── RecurrentKind            a state of fixed size a request
+    ├── WindowAttention          keys and values of the last tokens, and of the first ones (sinks)
+    ├── LatentAttention          one vector per token for all heads; with or without indexer keys
+    ├── SharedAttention          nothing: reads what another layer stores
+    ├── RingWindow               the last entries, in a ring of fixed size per request
+    │   └── CompressedAttention  plus one entry per `ratio` tokens, and tokens not yet compressed
+    └── RecurrentKind            a state of fixed size per request
         └── GatedDelta, KimiDelta, Mamba1, Mamba2, ShortConv, Lightning
 """
 
@@ -46,11 +46,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Storage:
-    """What a layer keeps in pages: the entries of its tensors, and how long each lives.
+    """What a layer keeps in pages: the entries of its tensors, and how long they live.
 
-    `name` is what a group of such layers is called. One entry covers `ratio` tokens. With `window`, the
-    query at position p reads positions p − window + 1 to p and the first `sink_tokens`, and nothing else
-    has to be kept; without, all of it is kept."""
+    `name` becomes the name of the group. One entry covers `ratio` tokens. With `window`, the query at
+    position p reads positions p − window + 1 to p and the first `sink_tokens`, and only these have to be
+    kept; without, everything is kept."""
 
     name: str
     entries: tuple[Entry, ...]
@@ -61,9 +61,9 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind(ABC):
-    """What one layer stores. Sizes are checked when it is made. Errors: ConfigError, naming the field.
+    """What one layer stores. Errors: ConfigError, naming the invalid field.
 
-    `pages` and `state` are computed once a value: many layers of a model are one and the same value."""
+    `storage` and `state` are cached: many layers of a model are the same object."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -82,49 +82,51 @@ class Kind(ABC):
 
     @property
     def storage(self) -> Storage | None:
-        """What is kept in pages, or None. O(1)."""
+        """What the layer keeps in pages, or None."""
         return None
 
     @property
     def state(self) -> tuple[TensorSpec, ...]:
-        """What is kept a request, of a size that does not depend on its length. O(1)."""
+        """What the layer keeps per request, of a size that does not depend on the length."""
         return ()
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of the state without which a request cannot resume. O(1)."""
+        """Bytes of the state that a request needs to resume."""
         return sum(part.num_bytes for part in self.state)
 
     @abstractmethod
     def shard(self, ranks: int) -> Self:
-        """The layer as each of `ranks` tensor-parallel ranks holds it. O(1). Errors: ConfigError."""
+        """Return the layer's share on each of `ranks` tensor-parallel ranks. Errors: ConfigError."""
 
 
 def _split(number: int, ranks: int, what: str) -> int:
-    """Heads of a rank: as many on each, or one on several when there are more ranks than heads."""
+    """Return the heads per rank: an equal share, or one repeated head if ranks outnumber heads."""
     if number % ranks == 0:
         return number // ranks
     if ranks % number == 0:
         return 1
     raise ConfigError(
-        f"{number} {what} neither divide among {ranks} ranks nor can be repeated evenly on them: "
+        f"{number} {what} can be neither divided among {ranks} ranks nor repeated evenly on them: "
         f"give a number of ranks that divides {number} or is a multiple of it"
     )
 
 
 def _divide(number: int, ranks: int, what: str) -> int:
-    """As `_split`, for what is never repeated."""
+    """Return an equal share, for what is never repeated."""
     if number % ranks:
-        raise ConfigError(f"{number} {what} do not divide among {ranks} ranks: give a divisor of {number}")
+        raise ConfigError(
+            f"{number} {what} cannot be divided among {ranks} ranks: give a divisor of {number}"
+        )
     return number // ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class FullAttention(Kind):
-    """Keys and values of every token: `kv_heads` of `k_dim` and `v_dim`.
+    """Keys and values of every token: `kv_heads` heads of `k_dim` and `v_dim`.
 
-    Grouped attention has fewer KV heads than query heads; nothing else differs here. fp8 keeps a scale a
-    layer, outside of pages."""
+    Also for grouped attention, which has fewer KV heads than query heads. fp8 uses one scale per layer,
+    stored outside the pages."""
 
     kv_heads: int
     k_dim: int
@@ -133,7 +135,7 @@ class FullAttention(Kind):
 
     @cached_property
     def storage(self) -> Storage:
-        """Keys and values. O(1)."""
+        """Keys and values."""
         return Storage("full", self._entries())
 
     def _entries(self) -> tuple[Entry, ...]:
@@ -141,7 +143,7 @@ class FullAttention(Kind):
         return keys, plain("values", self.kv_heads, self.v_dim, self.dtype)
 
     def shard(self, ranks: int) -> Self:
-        """KV heads divided, or repeated where ranks outnumber them. O(1). Errors: ConfigError."""
+        """Divide the KV heads, or repeat them if ranks outnumber them. Errors: ConfigError."""
         return replace(self, kv_heads=_split(self.kv_heads, ranks, "KV heads"))
 
 
@@ -149,7 +151,7 @@ class FullAttention(Kind):
 class WindowAttention(FullAttention):
     """Keys and values of the last `window` tokens, the newest one included, and of the first `sink_tokens`.
 
-    Sinks that a model learns as one logit a head (GPT-OSS) are weights: they store nothing here.
+    Sinks that a model learns as one logit per head (GPT-OSS) are weights and store nothing.
     """
 
     window: int
@@ -157,15 +159,16 @@ class WindowAttention(FullAttention):
 
     @cached_property
     def storage(self) -> Storage:
-        """Keys and values that live as long as a window reaches them. O(1)."""
+        """Keys and values, kept while they are in the window."""
         return Storage("window", self._entries(), window=self.window, sink_tokens=self.sink_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention(Kind):
-    """One entry a token for all heads (MLA), and an indexer's key where attention is sparse.
+    """One entry per token for all heads (MLA), and an indexer's key if attention is sparse.
 
-    `entry` and `index` say which bytes (entries.py): plain, or with scales. Every rank keeps all of it.
+    `entry` and `index` define the bytes, see `latent`, `latent_fp8` and `index_keys`. Every rank keeps all
+    of it.
     """
 
     entry: Entry
@@ -173,33 +176,33 @@ class LatentAttention(Kind):
 
     @cached_property
     def storage(self) -> Storage:
-        """The latent entry, and the indexer's key. O(1)."""
+        """The latent entry, and the indexer's key."""
         return Storage("latent", (self.entry,) if self.index is None else (self.entry, self.index))
 
     def shard(self, ranks: int) -> Self:
-        """Itself: heads share one vector, so each rank needs it whole. O(1)."""
+        """Return the layer itself: all heads share one vector, so every rank needs all of it."""
         return self
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedAttention(Kind):
-    """Keeps nothing: reads the keys and values of `layer`, an earlier one."""
+    """Stores nothing: reads the keys and values of an earlier layer, `layer`."""
 
     layer: int = field(metadata={"low": 0})
 
     def shard(self, ranks: int) -> Self:
-        """Itself. O(1)."""
+        """Return the layer itself."""
         return self
 
 
 @dataclass(frozen=True, kw_only=True)
 class RingWindow(Kind):
-    """The last `window` entries in a ring, a fixed size a request: how DeepSeek-V4 keeps its window.
+    """The last `window` entries in a ring of fixed size per request, as in DeepSeek-V4.
 
-    With `unaccepted` tokens written before the first of them is read or accepted, the ring is that much
-    longer less one: otherwise a roll-back finds its rows overwritten. A position stands beside each row, −1
-    where it holds none, so that what an earlier request or a roll-back left there is not taken for the
-    window; a checkpoint needs no positions, because it knows its length."""
+    If `unaccepted` tokens are written before the first of them is accepted, the ring has `unaccepted` − 1
+    more entries; otherwise a rollback would find its entries overwritten. Each entry has a position, −1 if it
+    is empty, so that leftovers of an earlier request or a rollback are not mistaken for the window. A
+    checkpoint needs no positions, because its length is known."""
 
     entry: Entry
     window: int
@@ -207,11 +210,11 @@ class RingWindow(Kind):
 
     @property
     def ring(self) -> int:
-        """Rows of the ring. O(1)."""
+        """Entries in the ring."""
         return self.window + self.unaccepted - 1
 
     def _ring(self) -> tuple[TensorSpec, ...]:
-        # Scales apart, so that the data of every row is aligned, however many rows there are.
+        # Scales are separate, so that the data of every entry is aligned for any size of the ring.
         parts = [TensorSpec("window", (self.ring, self.entry.data_bytes), "uint8")]
         if self.entry.scale_bytes:
             parts.append(TensorSpec("window_scales", (self.ring, self.entry.scale_bytes), "uint8"))
@@ -219,26 +222,27 @@ class RingWindow(Kind):
 
     @cached_property
     def state(self) -> tuple[TensorSpec, ...]:
-        """The ring, as bytes, data and scales of each entry, and which position each row holds. O(1)."""
+        """The ring as bytes, data and scales separately, and the position of each entry."""
         return self._ring()
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of the window that the next token reads: one entry less than `window`. O(1)."""
+        """Bytes of the entries that the next token reads: one fewer than `window`."""
         return (self.window - 1) * self.entry.num_bytes
 
     def shard(self, ranks: int) -> Self:
-        """Itself: there is one KV head. O(1)."""
+        """Return the layer itself: there is one KV head."""
         return self
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedAttention(RingWindow):
-    """A ring window, an entry for every `ratio` tokens, and the compressor's rows that feed it.
+    """A ring window, one entry per `ratio` tokens, and the compressor's input: the tokens not yet compressed.
 
-    With `overlap` (CSA) an entry is made of its own block and the one before: two projections a token, rows
-    for two blocks. Without (HCA): one projection, rows for one. `index` is the indexer's key of an entry,
-    which has a compressor of its own. Rows hold values and scores in float32; scores begin at −inf."""
+    With `overlap` (CSA), an entry is computed from its own block of tokens and the previous one: the
+    compressor keeps two blocks and two projections per token. Without (HCA), it keeps one block and one
+    projection. `index` is the indexer's key of an entry, which has its own compressor. Compressors keep
+    values and scores in float32; scores begin at −inf."""
 
     head_dim: int
     ratio: int
@@ -252,18 +256,18 @@ class CompressedAttention(RingWindow):
             raise ConfigError("index and index_dim: give both, or neither")
 
     @property
-    def rows(self) -> int:
-        """Rows of the compressor: the tokens that an entry is made of, and those not yet accepted. O(1)."""
+    def compressor_tokens(self) -> int:
+        """Tokens that the compressor keeps: those of one entry, and those not yet accepted."""
         return self.ratio * (2 if self.overlap else 1) + self.unaccepted - 1
 
     @cached_property
     def storage(self) -> Storage:
-        """The compressed entry, and the indexer's key of it. O(1)."""
+        """The compressed entry, and its indexer key."""
         entries = (self.entry,) if self.index is None else (self.entry, self.index)
         return Storage("csa" if self.overlap else "hca", entries, ratio=self.ratio)
 
     def _compressor(self, name: str, dim: int) -> tuple[TensorSpec, TensorSpec]:
-        shape = (self.rows, dim * (2 if self.overlap else 1))
+        shape = (self.compressor_tokens, dim * (2 if self.overlap else 1))
         return (
             TensorSpec(f"{name}_values", shape, "float32"),
             TensorSpec(f"{name}_scores", shape, "float32", float("-inf")),
@@ -271,24 +275,24 @@ class CompressedAttention(RingWindow):
 
     @cached_property
     def state(self) -> tuple[TensorSpec, ...]:
-        """The ring with its positions, and the compressors' rows. O(1)."""
+        """The ring with its positions, and the compressors' input."""
         main = self._compressor("main", self.head_dim)
         index = self._compressor("index", self.index_dim) if self.index_dim else ()
         return (*self._ring(), *main, *index)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The window, and with overlap the block before: what a resume at the end of a block needs. O(1)."""
+        """Bytes that resuming at the end of a block needs: the window and, with overlap, the last block."""
         compressors = self.state[len(self._ring()) :] if self.overlap else ()
-        row_bytes = sum(part.num_bytes // part.shape[0] for part in compressors)
-        return super().checkpoint_bytes + self.ratio * row_bytes
+        token_bytes = sum(part.num_bytes // part.shape[0] for part in compressors)
+        return super().checkpoint_bytes + self.ratio * token_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentKind(Kind):
-    """A recurrent state, and the last inputs of a short convolution: fixed sizes a request.
+    """A recurrent state, and the last inputs of a short convolution: of fixed size per request.
 
-    The convolution needs one column less than its kernel is long. Heads are divided among ranks.
+    The convolution keeps one input fewer than its kernel is long. Heads are divided among ranks.
     """
 
     def _state(
@@ -313,7 +317,7 @@ class GatedDelta(RecurrentKind):
 
     @cached_property
     def state(self) -> tuple[TensorSpec, ...]:
-        """Convolution and recurrent state. O(1)."""
+        """Convolution and recurrent state."""
         channels = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
         recurrent = TensorSpec(
             "recurrent", (self.value_heads, self.key_dim, self.value_dim), self.state_dtype
@@ -321,7 +325,7 @@ class GatedDelta(RecurrentKind):
         return self._state(channels, self.kernel, self.dtype, recurrent)
 
     def shard(self, ranks: int) -> Self:
-        """Heads divided. O(1). Errors: ConfigError."""
+        """Divide the heads. Errors: ConfigError."""
         keys, values = (_divide(n, ranks, "linear heads") for n in (self.key_heads, self.value_heads))
         return replace(self, key_heads=keys, value_heads=values)
 
@@ -338,12 +342,12 @@ class KimiDelta(RecurrentKind):
 
     @cached_property
     def state(self) -> tuple[TensorSpec, ...]:
-        """Convolution and recurrent state. O(1)."""
+        """Convolution and recurrent state."""
         recurrent = TensorSpec("recurrent", (self.heads, self.dim, self.dim), self.state_dtype)
         return self._state(3 * self.heads * self.dim, self.kernel, self.dtype, recurrent)
 
     def shard(self, ranks: int) -> Self:
-        """Heads divided. O(1). Errors: ConfigError."""
+        """Divide the heads. Errors: ConfigError."""
         return replace(self, heads=_divide(self.heads, ranks, "linear heads"))
 
 
@@ -359,12 +363,12 @@ class Mamba1(RecurrentKind):
 
     @cached_property
     def state(self) -> tuple[TensorSpec, ...]:
-        """Convolution and recurrent state. O(1)."""
+        """Convolution and recurrent state."""
         recurrent = TensorSpec("recurrent", (self.channels, self.state_dim), self.state_dtype)
         return self._state(self.channels, self.kernel, self.dtype, recurrent)
 
     def shard(self, ranks: int) -> Self:
-        """Channels divided. O(1). Errors: ConfigError."""
+        """Divide the channels. Errors: ConfigError."""
         return replace(self, channels=_divide(self.channels, ranks, "Mamba channels"))
 
 
@@ -383,13 +387,14 @@ class Mamba2(RecurrentKind):
 
     @cached_property
     def state(self) -> tuple[TensorSpec, ...]:
-        """Convolution and recurrent state. O(1)."""
+        """Convolution and recurrent state."""
         channels = self.heads * self.head_dim + 2 * self.groups * self.state_dim
         recurrent = TensorSpec("recurrent", (self.heads, self.head_dim, self.state_dim), self.state_dtype)
         return self._state(channels, self.kernel, self.dtype, recurrent)
 
     def shard(self, ranks: int) -> Self:
-        """Heads divided; groups too, or one repeated on each rank. O(1). Errors: ConfigError."""
+        """Divide the heads; divide the groups too, or repeat them if ranks outnumber them. Errors:
+        ConfigError."""
         heads = _divide(self.heads, ranks, "Mamba heads")
         return replace(self, heads=heads, groups=_split(self.groups, ranks, "Mamba groups"))
 
@@ -404,11 +409,11 @@ class ShortConv(RecurrentKind):
 
     @cached_property
     def state(self) -> tuple[TensorSpec, ...]:
-        """The convolution's last inputs. O(1)."""
+        """The convolution's last inputs."""
         return self._state(self.channels, self.kernel, self.dtype)
 
     def shard(self, ranks: int) -> Self:
-        """Channels divided. O(1). Errors: ConfigError."""
+        """Divide the channels. Errors: ConfigError."""
         return replace(self, channels=_divide(self.channels, ranks, "channels"))
 
 
@@ -422,9 +427,9 @@ class Lightning(RecurrentKind):
 
     @cached_property
     def state(self) -> tuple[TensorSpec, ...]:
-        """The recurrent state. O(1)."""
+        """The recurrent state."""
         return (TensorSpec("recurrent", (self.heads, self.dim, self.dim), self.state_dtype),)
 
     def shard(self, ranks: int) -> Self:
-        """Heads divided. O(1). Errors: ConfigError."""
+        """Divide the heads. Errors: ConfigError."""
         return replace(self, heads=_divide(self.heads, ranks, "linear heads"))

@@ -1,5 +1,4 @@
-"""A model's layers, and every question about their memory. In: kinds of layers; out: groups, bytes,
-lengths."""
+"""A model's layers and the memory they need. In: kinds of layers; out: groups, bytes, lengths."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ __all__ = ["Layout", "Need"]
 
 @dataclass(frozen=True)
 class Need:
-    """What a group has to hold for a request to resume: `pages`, by their place in the request, or
+    """What a group needs for a request to resume: `pages`, as page numbers within the request, or
     a checkpoint of `checkpoint_bytes` taken at that length."""
 
     group: str
@@ -29,16 +28,16 @@ class Need:
 
 
 class Layout:
-    """What every layer of a model stores, and the groups they form. Frozen; equal when its layers and pages
-    are.
+    """What every layer of a model stores, and the groups that the layers form. Immutable. Layouts are equal
+    if their layers and groups are equal.
 
-    `layers` has a Kind a layer, or a list of them where a layer keeps more than one thing (attention beside a
-    state), or an empty list where it keeps nothing. `page_tokens` is the tokens of a page: one number for all
-    groups, or a number a group by name; left out, 16, for latent attention 64, for compressed attention
-    the least tokens after which an entry of every ratio is whole. No group is padded to the pages of another.
-    `name` and `context` (the longest the model was made for) are for people to read.
+    `layers` has one Kind per layer; a list of kinds if a layer stores several things (attention and a state),
+    or an empty list if it stores nothing. `page_tokens` is the number of tokens per page, for all groups or
+    by group name. The default is 16, for latent attention 64, and for compressed attention the least common
+    multiple of all ratios. Groups are not padded to a common page size. `name` and `context` (the longest
+    context that the model was made for) are informative.
 
-    Cost: O(layers). Errors: ConfigError.
+    Errors: ConfigError.
     """
 
     _layers: tuple[tuple[Kind, ...], ...]
@@ -64,34 +63,34 @@ class Layout:
         )
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{name}: a Layout is frozen: make another one")
+        raise AttributeError(f"{name}: a Layout is immutable: make a new one")
 
     def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"{name}: a Layout is frozen: make another one")
+        raise AttributeError(f"{name}: a Layout is immutable: make a new one")
 
     @property
     def layers(self) -> tuple[tuple[Kind, ...], ...]:
-        """What each layer keeps, by its number. O(1)."""
+        """The kinds of each layer, by layer number."""
         return self._layers
 
     @property
     def groups(self) -> tuple[PagedGroup | StateGroup, ...]:
-        """The groups: paged ones in the order of their first layer, then the states. O(1)."""
+        """The paged groups in the order of their first layer, then the group of states."""
         return self._groups
 
     @property
     def name(self) -> str:
-        """What the model is called; may be empty. O(1)."""
+        """The model's name; may be empty."""
         return self._name
 
     @property
     def context(self) -> int | None:
-        """The longest context the model was made for, if known. O(1)."""
+        """The longest context the model was made for, if known."""
         return self._context
 
     @property
     def page_tokens(self) -> dict[str, int]:
-        """Tokens of a page of each paged group. O(groups)."""
+        """Tokens per page of each paged group, by name."""
         return {group.name: group.page_tokens for group in self.paged_groups}
 
     def __eq__(self, other: object) -> bool:
@@ -108,16 +107,16 @@ class Layout:
 
     @cached_property
     def paged_groups(self) -> tuple[PagedGroup, ...]:
-        """The groups that have pages. O(1)."""
+        """The groups with pages."""
         return tuple(group for group in self._groups if isinstance(group, PagedGroup))
 
     @cached_property
     def state_group(self) -> StateGroup | None:
-        """The group of all states, or None. O(1)."""
+        """The group of all states, or None."""
         return next((group for group in self._groups if isinstance(group, StateGroup)), None)
 
     def group(self, name: str) -> PagedGroup | StateGroup:
-        """The group of that name. O(groups). Errors: ArgumentError, listing the names."""
+        """Return the group called `name`. Errors: ArgumentError, listing the names."""
         for group in self._groups:
             if group.name == name:
                 return group
@@ -125,7 +124,7 @@ class Layout:
         raise ArgumentError(f"name: there is no group {str(name)[:40]!r}, only {names or 'none'}")
 
     def source(self, layer: int) -> int:
-        """The layer whose keys and values this one reads: itself, or the one it shares. O(1).
+        """Return the layer whose keys and values `layer` reads: itself, or the one it shares.
 
         Errors: ArgumentError.
         """
@@ -135,9 +134,8 @@ class Layout:
         return self._number(layer)
 
     def layer_bytes(self, layer: int, length: int) -> dict[str, int]:
-        """Bytes that one layer has to keep for a request of `length` tokens, by tensor, before they are cut
-        into pages: what the next token will read, and all of a state. O(layers). Errors: ArgumentError,
-        ConfigError."""
+        """Return the bytes by tensor that one layer has to keep for a request of `length` tokens: what the
+        next token reads, without rounding up to pages, and the state. Errors: ArgumentError, ConfigError."""
         number = self._number(layer)
         count(length, "length", low=0)
         stored: dict[str, int] = {}
@@ -147,37 +145,31 @@ class Layout:
 
     @property
     def token_bytes(self) -> Fraction:
-        """Bytes that one more token costs for good: pages of groups that keep every token, padding included.
+        """Bytes per token of all groups that keep every token, padding of pages included.
 
-        O(groups). Windows and states do not grow, and do not count here.
+        Windows and states do not grow with the length and are not counted.
         """
         return sum((g.token_bytes for g in self.paged_groups if g.window is None), Fraction(0))
 
     def request_bytes(self, length: int, step: int = 1, in_flight: int = 0) -> int:
-        """The most bytes that a request of `length` tokens holds while it grows by at most `step` per step,
-        with `in_flight` steps in flight (see `divide`). O(groups).
-
-        Whole pages, and a row of states. Errors: ConfigError.
-        """
+        """Return the most bytes that a request holds while it grows to `length` tokens by at most `step` per
+        step, with `in_flight` steps in flight (see `divide`): whole pages and a state. Errors: ConfigError."""
         return sum(group.peak_units(length, step, in_flight) * group.unit_bytes for group in self._groups)
 
     @cached_property
     def resume_step(self) -> int:
-        """Requests resume at multiples of this: where every group has whole pages. O(1)."""
+        """Requests resume at multiples of this many tokens, where every group has whole pages."""
         return self.paged_groups[0].resume_step if self.paged_groups else 1
 
     def resume_lengths(self, length: int) -> range:
-        """At which lengths a request of `length` tokens can resume, 0 aside; at least its last token is
-        computed.
-
-        O(1). Errors: ConfigError.
-        """
+        """Return the lengths above 0 at which a request of `length` tokens can resume; at least its last
+        token is computed. Errors: ConfigError."""
         return range(self.resume_step, count(length, "length", low=0), self.resume_step)
 
     def resume_needs(self, length: int) -> tuple[Need, ...]:
-        """What each group has to hold for a request to resume at `length`. O(groups).
+        """Return what each group needs for a request to resume at `length`.
 
-        Errors: ArgumentError for a length at which nothing can resume.
+        Errors: ArgumentError for a length that is not a multiple of `resume_step`.
         """
         number = integer(length, "length", 0, ArgumentError)
         if number % self.resume_step:
@@ -194,8 +186,8 @@ class Layout:
         )
 
     def shard(self, ranks: int) -> Layout:
-        """The layout of each of `ranks` tensor-parallel ranks: heads divided, or repeated where ranks
-        outnumber KV heads; what all heads share is on every rank. O(layers). Errors: ConfigError."""
+        """Return the layout of each of `ranks` tensor-parallel ranks: heads are divided, or repeated if ranks
+        outnumber KV heads; what all heads share is on every rank. Errors: ConfigError."""
         count(ranks, "ranks")
         layers = []
         for number, kinds in enumerate(self._layers):
@@ -203,15 +195,16 @@ class Layout:
                 layers.append([kind.shard(ranks) for kind in kinds])
             except ConfigError as unfit:
                 raise ConfigError(f"layer {number}: {unfit}") from None
-        # Groups that differed in their heads alone may be one now.
+        # Groups that differed only in their heads may now be one.
         sizes: dict[Storage, int] = {}
         for group in self.paged_groups:
             first = group.layers[0]
             pairs = zip(layers[first], self._layers[first], strict=True)
-            pages = next(new.storage for new, old in pairs if old.storage == group.storage)
-            if pages is not None and sizes.setdefault(pages, group.page_tokens) != group.page_tokens:
+            storage = next(new.storage for new, old in pairs if old.storage == group.storage)
+            if storage is not None and sizes.setdefault(storage, group.page_tokens) != group.page_tokens:
                 raise ConfigError(
-                    f"group {group.name} is one with another on {ranks} ranks: give both one page size"
+                    f"group {group.name} merges with another group on {ranks} ranks: give both the same "
+                    "page_tokens"
                 )
         names = Layout(layers).paged_groups
         return Layout(
@@ -221,30 +214,27 @@ class Layout:
     def divide(
         self, memory: int | str, mix: Mix, *, chunk: int = 1, checkpoints: int = 0, in_flight: int = 0
     ) -> Budget:
-        """Divide bytes between the groups so that as many requests as possible run at once.
+        """Divide memory between the groups so that as many requests as possible run at once.
 
-        `memory` is a number or text such as '80GiB'. `mix` says how long requests are: a length, a list, an
-        array or another iterable of lengths, or lengths with their weights; each counts with the most it
-        holds while it grows. `checkpoints` are kept per request besides its own row of states; each is
-        charged a whole row, because it lies in the pool of states, even where it needs less of one
-        (`checkpoint_bytes`).
+        `memory` is a number of bytes or text such as '80GiB'. `mix` is the length of requests: one length, an
+        iterable of lengths, or a mapping from lengths to weights. Each request counts with the most that it
+        holds while it grows. `checkpoints` is the number of checkpoints kept per request. Each counts as a
+        whole state, although it may need less (`checkpoint_bytes`).
 
-        A manager of this capacity runs the requests without a CapacityError if the engine works like this.
-        Step t: reserve its tokens, at most one per request, except that some requests may share `chunk`
-        tokens of prefill in any way; take the step; then commit the tokens of step t − `in_flight` and pass
-        its fence. 0 is an engine that waits for each step. A request counts from its admission until the
-        fence passes that its release waits for. Tokens that are computed again although they are cached take
-        more (docs/layouts.md).
+        A manager of this capacity runs these requests without a CapacityError if the engine works as follows.
+        In step t, it reserves at most one token per request, except that some requests may share `chunk`
+        tokens of prefill in any way; it plans the step; then it commits the tokens of step t − `in_flight`
+        and passes its fence. An engine that waits for each step has 0 steps in flight. A request counts from
+        its admission until the fence that its release waits for has passed. Computing cached tokens again
+        takes more memory (docs/layouts.md).
 
-        O(lengths × groups × log memory). Errors: ConfigError, also when the longest of the mix does not fit
-        by itself."""
+        Errors: ConfigError, also if the longest request of the mix does not fit by itself."""
         return divide(self._groups, memory, mix, Running(chunk, checkpoints, in_flight))
 
     def max_requests(
         self, memory: int | str, length: int, *, chunk: int = 1, checkpoints: int = 0, in_flight: int = 0
     ) -> int:
-        """How many requests of `length` tokens fit into `memory` at once; 0 when not one does. O(groups ×
-        log memory).
+        """Return how many requests of `length` tokens fit into `memory` at once, possibly 0.
 
         Arguments as for `divide`. Errors: ConfigError.
         """
@@ -253,7 +243,7 @@ class Layout:
     def memory_for(
         self, requests: int, length: int, *, chunk: int = 1, checkpoints: int = 0, in_flight: int = 0
     ) -> int:
-        """Bytes in which so many requests of `length` tokens fit at once, padding included. O(groups).
+        """Return the bytes needed for `requests` requests of `length` tokens at once, padding included.
 
         Arguments as for `divide`. Errors: ConfigError.
         """
@@ -262,8 +252,8 @@ class Layout:
     def longest_request(
         self, memory: int | str, *, chunk: int = 1, checkpoints: int = 0, in_flight: int = 0
     ) -> int | None:
-        """Tokens of the longest request that fits by itself; None when any does, 0 when none. O(groups ×
-        log memory).
+        """Return the length of the longest request that fits by itself; None if any length fits, 0 if
+        none does.
 
         Arguments as for `divide`. Errors: ConfigError.
         """
@@ -273,18 +263,18 @@ class Layout:
         number = integer(layer, "layer", 0, ArgumentError)
         if number >= len(self._layers):
             raise ArgumentError(
-                f"layer: there are layers 0 to {len(self._layers) - 1}, not {min(number, 10**18)}"
+                f"layer: {min(number, 10**18)} is out of range: layers are 0 to {len(self._layers) - 1}"
             )
         return number
 
 
 def _read_layers(layers: Any) -> tuple[tuple[Kind, ...], ...]:
-    """Layers as tuples of kinds, or a ConfigError that names the layer."""
+    """Return layers as tuples of kinds. Errors: ConfigError, naming the layer."""
     if isinstance(layers, (Kind, str)) or not isinstance(layers, Sequence):
-        raise ConfigError("layers: give a list with what each layer keeps")
+        raise ConfigError("layers: give a list with one Kind per layer")
     read = tuple((kinds,) if isinstance(kinds, Kind) else kinds for kinds in layers)
     if not read:
-        raise ConfigError("layers: give at least one")
+        raise ConfigError("layers: give at least one layer")
     for number, kinds in enumerate(read):
         if isinstance(kinds, str) or not isinstance(kinds, Sequence):
             raise ConfigError(f"layers[{number}]: give a Kind, or a list of them")
@@ -295,10 +285,10 @@ def _read_layers(layers: Any) -> tuple[tuple[Kind, ...], ...]:
                 kind.layer >= number or not any(other.storage for other in read[kind.layer])
             ):
                 raise ConfigError(
-                    f"layers[{number}] shares layer {kind.layer}: give an earlier one that keeps pages"
+                    f"layers[{number}] shares layer {kind.layer}: give an earlier layer that stores pages"
                 )
         names = [part.name for kind in kinds for part in kind.state]
         paged = [entry.name for kind in kinds if kind.storage for entry in kind.storage.entries]
         if len({*names, *paged}) < len(names) + len(paged):
-            raise ConfigError(f"layers[{number}] keeps two things of one name: {', '.join(names + paged)}")
+            raise ConfigError(f"layers[{number}] stores duplicate names: {', '.join(names + paged)}")
     return tuple(tuple(kinds) for kinds in read)

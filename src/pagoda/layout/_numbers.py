@@ -1,5 +1,5 @@
-"""Numbers that people write: counts, sizes in bytes, lengths in tokens. In: anything; out: an integer or a
-ConfigError that names the argument."""
+"""Reads and writes numbers: counts, bytes, tokens. In: any value; out: an integer, or an error that names the
+argument; and numbers as text for people."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LARGEST = 2**62
 
 
 def as_integer(value: Any) -> int | None:
-    """What Python takes for an integer, as one; None for anything else and for a bool, also a tensor's."""
+    """Return any integer type as an int; None for other types and for bools, including those of tensors."""
     if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":
         return None
     try:
@@ -43,7 +43,7 @@ def as_integer(value: Any) -> int | None:
 
 
 def integer(value: Any, name: str, low: int, error: type[ConfigError] | type[ArgumentError]) -> int:
-    """An integer of at least `low`, or an error that names it. A bool is no integer here."""
+    """Return `value` as an int of at least `low`, or raise `error`, naming it. A bool is not an integer."""
     number = as_integer(value)
     if number is None:
         raise error(f"{name}: give an integer, not {type(value).__name__}")
@@ -53,15 +53,15 @@ def integer(value: Any, name: str, low: int, error: type[ConfigError] | type[Arg
 
 
 def count(value: Any, name: str, low: int = 1) -> int:
-    """A size of something to be built, at least `low`, or a ConfigError that names it."""
+    """Return `value` as an int of at least `low` for something to be built. Errors: ConfigError."""
     size = integer(value, name, low, ConfigError)
     if size > LARGEST:
-        raise ConfigError(f"{name}: larger than any memory")
+        raise ConfigError(f"{name}: give {LARGEST} or less: this is more than any memory can hold")
     return size
 
 
 def exact(value: Any, name: str) -> Fraction:
-    """A number of at least 0, a float included, as exactly what it is, or a ConfigError that names it."""
+    """Return a number of at least 0, possibly a float, as its exact value. Errors: ConfigError."""
     whole = as_integer(value)
     if whole is None:
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
@@ -72,29 +72,31 @@ def exact(value: Any, name: str) -> Fraction:
     if given < 0:
         raise ConfigError(f"{name}: give 0 or more, not {show(value)}")
     if given > LARGEST:
-        raise ConfigError(f"{name}: larger than any memory")
+        raise ConfigError(f"{name}: give {LARGEST} or less: this is more than any memory can hold")
     return given
 
 
 def num_bytes(value: Any, name: str = "memory") -> int:
-    """Bytes from an integer or from text: '80GiB', '1.5 GB', '512M'.
+    """Return bytes, given an integer or text: '80GiB', '1.5 GB', '512M'.
 
-    'GiB' and a bare 'G' are 2^30, 'GB' is 10^9, as for the other letters. Errors: ConfigError.
+    'GiB' and 'G' are 2^30, 'GB' is 10^9; the other letters work the same way. Errors: ConfigError.
     """
     if not isinstance(value, str):
         return count(value, name, low=0)
     found = _AMOUNT.fullmatch(value.strip())
     if found is None:
-        raise ConfigError(f"{name}: {show(value)} is no size: write for example 80GiB, 1.5GB or 512M")
+        raise ConfigError(f"{name}: {show(value)} is not a size in bytes: write 80GiB, 1.5GB or 512M")
     digits, letter, unit = found.group(1), found.group(2).lower(), found.group(3).lower()
     if unit == "i" or (unit == "ib" and not letter):
-        raise ConfigError(f"{name}: {show(value)} is no size: write GiB for 2^30 bytes, GB for 10^9")
+        raise ConfigError(
+            f"{name}: {show(value)} is not a size in bytes: write GiB for 2^30 bytes, GB for 10^9"
+        )
     scale = (_DECIMAL if unit == "b" else _BINARY)[letter]
     return count(int(_fraction(digits, value, name) * scale), name, low=0)
 
 
 def num_tokens(value: Any, name: str = "context") -> int:
-    """Tokens from an integer or from text: '131072', '128k' (128 × 1,024), '1M' (1,024 × 1,024). O(1).
+    """Return tokens, given an integer or text: '131072', '128k' (128 × 1,024), '1M' (1,024 × 1,024).
 
     Errors: ConfigError, also for fewer than 1 token.
     """
@@ -102,23 +104,23 @@ def num_tokens(value: Any, name: str = "context") -> int:
         return count(value, name)
     found = _AMOUNT.fullmatch(value.strip())
     if found is None or found.group(3) or found.group(2).lower() not in ("", "k", "m"):
-        raise ConfigError(f"{name}: {show(value)} is no number of tokens: write for example 8192, 128k or 1M")
+        raise ConfigError(f"{name}: {show(value)} is not a number of tokens: write 8192, 128k or 1M")
     tokens = _fraction(found.group(1), value, name) * _BINARY[found.group(2).lower()]
     if tokens.denominator != 1:
-        raise ConfigError(f"{name}: {show(value)} is no whole number of tokens")
+        raise ConfigError(f"{name}: {show(value)} is not a whole number of tokens")
     return count(int(tokens), name)
 
 
 def show(value: object, most: int = 40) -> str:
-    """Any value in a message: quoted, on one line, cut. O(1)."""
+    """Return any value as it should appear in a message: quoted, on one line, truncated."""
     try:
         return repr(str(value)[:most])
-    except (RecursionError, ValueError):  # nested without end, or an integer of thousands of digits
+    except (RecursionError, ValueError):  # infinitely nested, or an integer of thousands of digits
         return f"a {type(value).__name__} too long to print"
 
 
 def show_bytes(size: float | Fraction) -> str:
-    """Bytes in the unit that people would use: '131,072 B' below a MiB, '1.5 MiB', '80 GiB'. O(1)."""
+    """Return bytes in a readable unit: '131,072 B' below a MiB, '1.5 MiB', '80 GiB'."""
     size = float(size)
     for unit, letter in ((2**40, "T"), (2**30, "G"), (2**20, "M")):
         if size >= unit:
@@ -127,12 +129,12 @@ def show_bytes(size: float | Fraction) -> str:
 
 
 def counted(number: int, word: str, plural: str | None = None) -> str:
-    """'1 call', '2 calls', '1,000 leaves'. O(1)."""
+    """Return a number with its noun: '1 call', '2 calls', '1,000 leaves'."""
     return f"{number:,} {word if number == 1 else plural or word + 's'}"
 
 
 def show_tokens(tokens: int) -> str:
-    """Tokens as people write them: '128k', '1M', '5,000'. O(1)."""
+    """Return tokens in a readable unit: '128k', '1M', '5,000'."""
     for unit, letter in ((2**20, "M"), (2**10, "k")):
         if tokens >= unit and tokens % unit == 0:
             return f"{tokens // unit:,}{letter}"
@@ -141,8 +143,8 @@ def show_tokens(tokens: int) -> str:
 
 def _fraction(digits: str, value: str, name: str) -> Fraction:
     if len(digits) > 40:
-        raise ConfigError(f"{name}: {show(value)} is longer than any number of bytes")
+        raise ConfigError(f"{name}: {show(value)} has too many digits")
     try:
         return Fraction(digits)
     except ValueError:
-        raise ConfigError(f"{name}: {show(value)} is no number") from None
+        raise ConfigError(f"{name}: {show(value)} is not a number") from None

@@ -1,8 +1,8 @@
-"""Dividing memory between groups. In: groups, bytes, lengths of requests; out: ids of each group, and
-requests.
+"""Divides memory between groups. In: groups, bytes, lengths of requests; out: the capacity of each group, and
+how many requests fit.
 
-Invariants: what a Budget hands out fits into its bytes, the padding id of every group included; each group
-can hold the longest request asked for; no larger share of the mix would fit."""
+Invariants: a Budget fits into its bytes, including one padding id per group; each group has room for the
+longest request of the mix; no larger number of requests would fit."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Mix: TypeAlias = Mapping[int, float | Fraction] | Mapping[int, int] | Iterable[i
 
 @dataclass(frozen=True)
 class Share:
-    """A group's part of a budget: `num_units` pages or rows that may be handed out, and its bytes, which
-    include one more for padding."""
+    """A group's share of a budget: `num_units` pages or states that can be allocated, and their bytes, which
+    include one more unit for padding."""
 
     group: PagedGroup | StateGroup
     num_units: int
@@ -38,8 +38,8 @@ class Share:
 class Budget:
     """Memory divided between groups.
 
-    `requests` is how many requests of the mix run at once, a fraction of one included; `spare_bytes` what
-    no whole page was left for."""
+    `requests` is how many requests of the mix run at once, as a fraction; `spare_bytes` are too few for
+    another page or state."""
 
     memory_bytes: int
     shares: tuple[Share, ...]
@@ -48,13 +48,12 @@ class Budget:
 
     @property
     def num_requests(self) -> int:
-        """Whole requests of the mix that run at once. O(1)."""
+        """Whole requests of the mix that run at once."""
         return math.floor(self.requests)
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens that can be held in all, by the groups that keep every token; None where none does.
-        O(groups)."""
+        """Tokens that fit in total in the groups that keep every token; None if no group does."""
         held = [
             share.num_units * share.group.page_tokens
             for share in self.shares
@@ -63,14 +62,14 @@ class Budget:
         return min(held, default=None)
 
     def capacity(self) -> dict[str, int]:
-        """Pages or rows of each group, by name: what a manager is built with. O(groups)."""
+        """Return the pages or states of each group, by name, as a Manager takes them."""
         return {share.group.name: share.num_units for share in self.shares}
 
 
 @dataclass(frozen=True)
 class Running:
-    """How an engine runs requests, as in `Layout.divide`: tokens of prefill per step, checkpoints per
-    request, steps in flight. Errors: ConfigError."""
+    """How an engine runs requests (see `Layout.divide`): prefill tokens per step, checkpoints per request,
+    steps in flight. Errors: ConfigError."""
 
     chunk: int
     checkpoints: int
@@ -91,14 +90,14 @@ def divide(groups: Groups, memory: int | str, mix: Mix, running: Running) -> Bud
     if least > memory_bytes:
         longest = max(weights)
         raise ConfigError(
-            f"a request of {longest:,} tokens needs {show_bytes(least)} of cache ({least:,} B), "
-            f"and there are {show_bytes(memory_bytes)}: give more memory or shorter requests"
+            f"memory: a request of {longest:,} tokens needs {show_bytes(least)} of cache ({least:,} B), "
+            f"but there are only {show_bytes(memory_bytes)}: give more memory or shorter requests"
         )
 
     def fits(requests: Fraction) -> bool:
         return sum(demand.bytes_for(requests) for demand in demands) <= memory_bytes
 
-    # Costs rise only where one group needs one more page or row: the best is at such a point.
+    # The cost rises only where some group needs one more page or state, so the optimum is at such a point.
     requests = max(demand.largest(fits, memory_bytes) for demand in demands)
     shares = tuple(
         Share(demand.group, demand.units_for(requests), demand.bytes_for(requests)) for demand in demands
@@ -147,8 +146,8 @@ def longest_request(groups: Groups, memory: int | str, running: Running) -> int 
 
 @dataclass(frozen=True)
 class _Bound:
-    """Units that are enough: `mean` for each average request or `longest` for each of the longest, and
-    `once` for all together."""
+    """A sufficient number of units: `mean` per average request, at least `longest`, the units of the longest
+    one, plus `once` for all requests together."""
 
     mean: Fraction
     longest: int
@@ -170,7 +169,7 @@ class _Bound:
 
 @dataclass(frozen=True)
 class _Demand:
-    """What one group needs: each of the bounds is enough, so that the least counts."""
+    """What one group needs. Each bound is sufficient, so the smallest one counts."""
 
     group: PagedGroup | StateGroup
     bounds: tuple[_Bound, ...]
@@ -183,10 +182,10 @@ class _Demand:
         whole = _Bound.of(weights, lambda length: -(-length // page))
         if group.window is None:
             return _Demand(group, (whole,))
-        # A request that gets one token per step lags `steps` tokens behind what it holds. However a chunk is
-        # shared out, all requests together get at most `more` beyond that. `enough` of them give a request
-        # its first page more, if it is at its worst place, and each page's worth of tokens another one. In a
-        # step, a request that gets tokens beyond its one takes that one from the chunk too.
+        # A request that gets one token per step holds `steps` tokens beyond its last commit. However a chunk
+        # is distributed, all requests together get at most `more` tokens beyond that. In the worst case,
+        # `enough` of them cost a request its first additional page, and every `page` tokens another one. A
+        # request that gets several tokens in a step takes all of them from the chunk.
         steps = steps_held(running.in_flight)
         more = steps * (running.chunk - 1)
         enough = page - (steps - 2) % page
@@ -200,15 +199,15 @@ class _Demand:
         return _Demand(group, tuple(bounds))
 
     def units_for(self, requests: Fraction) -> int:
-        """Units to hand out for so many average requests, and for one of the longest at least."""
+        """Return the units for `requests` average requests, and for at least one of the longest."""
         return min(bound.units_for(requests) for bound in self.bounds)
 
     def bytes_for(self, requests: Fraction) -> int:
-        """Bytes of those units, and of one for padding."""
+        """Return the bytes of those units and of one more for padding."""
         return (self.units_for(requests) + 1) * self.group.unit_bytes
 
     def largest(self, fits: Callable[[Fraction], bool], memory_bytes: int) -> Fraction:
-        """The most requests that fit and need a whole number of this group's units."""
+        """Return the most requests that fit and need a whole number of this group's units."""
 
         def requests_for(units: int) -> Fraction:
             return max(bound.requests_for(units) for bound in self.bounds)
@@ -222,12 +221,12 @@ class _Demand:
 
 def _demands(groups: Groups, weights: Mapping[int, Fraction], running: Running) -> list[_Demand]:
     if not groups:
-        raise ConfigError("this layout stores nothing: any number of requests fits")
+        raise ConfigError("the layout stores nothing, so any number of requests fits")
     return [_Demand.of(group, weights, running) for group in groups]
 
 
 def _read_mix(mix: Any) -> dict[int, Fraction]:
-    """Lengths with weights that add up to 1, or a ConfigError."""
+    """Return lengths with weights that add up to 1. Errors: ConfigError."""
     pairs: list[tuple[Any, Any]]
     length = as_integer(mix)
     if length is not None:
@@ -236,7 +235,7 @@ def _read_mix(mix: Any) -> dict[int, Fraction]:
         pairs = list(mix.items())
     elif isinstance(mix, Iterable) and not isinstance(mix, (str, bytes, Set)):
         pairs = [(length, 1) for length in mix]
-    else:  # a set does not know how often a length comes
+    else:  # also a set: it does not know how often a length occurs
         raise ConfigError(
             f"mix: give a length, a list of lengths or a dict with weights, not {type(mix).__name__}"
         )

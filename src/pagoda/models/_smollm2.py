@@ -43,7 +43,7 @@ MARKER = "pagoda.json"
 
 
 def cache_folder() -> Path:
-    """Where models are kept: PAGODA_CACHE, else pagoda in XDG_CACHE_HOME, else ~/.cache/pagoda. O(1).
+    """Where models are kept: PAGODA_CACHE, else pagoda in XDG_CACHE_HOME, else ~/.cache/pagoda.
 
     Errors: ConfigError where there is no home either.
     """

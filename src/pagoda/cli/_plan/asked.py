@@ -27,7 +27,7 @@ _OPTIONS |= {"state_dtype:": "--state-dtype:", "page_tokens ": "--page-tokens "}
 
 
 def visible(text: str, columns: int) -> str:
-    """Text from files and arguments that stays on its line and moves no cursor. O(columns)."""
+    """Text from files and arguments that stays on its line and moves no cursor."""
     return clip("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: columns + 1]), columns)
 
 
@@ -93,12 +93,12 @@ class Division:
 
     @property
     def cache_bytes(self) -> int:
-        """What the weights leave. O(1)."""
+        """What the weights leave."""
         return self.memory_bytes - (self.weights_bytes or 0)
 
     @property
     def running(self) -> dict[str, int]:
-        """How requests run, as arguments of `Layout.divide`. O(1)."""
+        """How requests run, as arguments of `Layout.divide`."""
         return {"chunk": self.chunk, "checkpoints": self.checkpoints, "in_flight": self.in_flight}
 
     @staticmethod

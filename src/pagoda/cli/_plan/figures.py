@@ -45,27 +45,27 @@ class Plan:
     divided: Divided | None
 
     def copies(self, group: PagedGroup | StateGroup) -> Fraction:
-        """How often all ranks together keep what one rank alone would. O(groups × layers)."""
+        """How often all ranks together keep what one rank alone would."""
         layers = set(group.layers)
         alone = [g for g in self.whole.groups if type(g) is type(group) and layers.issuperset(g.layers)]
         return Fraction(self.asked.ranks * group.unit_bytes, sum(each.unit_bytes for each in alone))
 
 
 def models() -> list[Layout]:
-    """The models that come with Pagoda. O(models × layers)."""
+    """The models that come with Pagoda."""
     return [from_hf(model_config(name), name=name) for name in model_names()]
 
 
 def fixed_bytes(layout: Layout) -> tuple[int, int]:
-    """What full windows of a request take, with whole pages, and what its states do. O(groups)."""
+    """What full windows of a request take, with whole pages, and what its states do."""
     windows = [(group, group.window) for group in layout.paged_groups if group.window is not None]
     # A window stops growing before two more steps at which requests resume.
     held = sum(group.peak_units(size + 2 * group.resume_step) * group.page_bytes for group, size in windows)
-    return held, 0 if layout.state_group is None else layout.state_group.row_bytes
+    return held, 0 if layout.state_group is None else layout.state_group.state_bytes
 
 
 def dtypes(layout: Layout) -> dict[str, list[str]]:
-    """What is stored in which dtypes: keys and values, indexer keys, states. O(layers)."""
+    """What is stored in which dtypes: keys and values, indexer keys, states."""
     entries = [entry for group in layout.paged_groups for entry in group.storage.entries]
     # What a kind keeps besides its values, scales and padding, is no choice of anybody.
     values = {entry.name: [p.dtype for p in entry.parts if p.name != "scale"] for entry in entries}

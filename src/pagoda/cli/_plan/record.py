@@ -43,7 +43,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "token_bytes": _plain(layout.token_bytes),
         "request_bytes": layout.request_bytes(plan.context),
         "resume_step": layout.resume_step,
-        "state_bytes": states and states.row_bytes,
+        "state_bytes": states and states.state_bytes,
         "checkpoint_bytes": states and states.checkpoint_bytes,
         "budget": plan.divided and _budget(plan.divided),
     }

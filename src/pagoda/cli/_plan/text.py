@@ -149,9 +149,9 @@ def _sizes(plan: Plan) -> list[Fact]:
         ("resume", f"requests resume {resume}" + (", where a checkpoint was taken" if states else "")),
     ]
     if states:
-        row = show_bytes(states.row_bytes)
+        row = show_bytes(states.state_bytes)
         needs = f"{show_bytes(states.checkpoint_bytes)} of a row of {row}"
-        needs = f"all of a row, {row}" if states.checkpoint_bytes == states.row_bytes else needs
+        needs = f"all of a row, {row}" if states.checkpoint_bytes == states.state_bytes else needs
         facts.append(("checkpoint", f"needs {needs}; each takes a whole row, for it lies in one"))
     stored = dtypes(layout)
     if stored["index"]:

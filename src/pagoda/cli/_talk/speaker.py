@@ -74,13 +74,13 @@ class Speaker:
 
     @property
     def room(self) -> int | None:
-        """Tokens of a prompt that leave place for an answer, or None where there is no limit. O(1)."""
+        """Tokens of a prompt that leave place for an answer, or None where there is no limit."""
         if self.context is None:
             return None
         return self.context - min(self.max_tokens, self.context // 2)
 
     def encode(self, messages: Sequence[Message]) -> dict[str, torch.Tensor]:
-        """A prompt as `generate` takes it: [1, tokens] each. O(text). Errors: ConfigError of the template."""
+        """A prompt as `generate` takes it: [1, tokens] each. Errors: ConfigError of the template."""
         # Bytes that are no text come as halves of characters, which no tokenizer takes.
         turns = [
             {"role": each["role"], "content": each["content"].encode("utf-8", "replace").decode()}
@@ -105,7 +105,7 @@ class Speaker:
         return dict(found)
 
     def num_tokens(self, messages: Sequence[Message]) -> int:
-        """How long their prompt is. O(text)."""
+        """How long their prompt is."""
         return self.encode(messages)["input_ids"].shape[1]
 
     def ask(self, messages: Sequence[Message], write: Callable[[str], object] = lambda text: None) -> Answer:

@@ -42,7 +42,7 @@ def compute_block_budget(
     if memory is not None:
         limit = num_bytes(memory)
         state = layout.state_group
-        rows = 0 if state is None else (requests + 1) * state.row_bytes
+        rows = 0 if state is None else (requests + 1) * state.state_bytes
         tables = len(layout.paged_groups) * (requests + 1) * (each + 1) * _TABLE_BYTES
         block_bytes = sum(group.page_bytes for group in layout.paged_groups)
         least = rows + tables + (1 + (each if block_bytes else 0)) * block_bytes

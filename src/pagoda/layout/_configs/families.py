@@ -1,9 +1,7 @@
-"""The families: for each `model_type`, which kinds of layers it has, how to read them, what its configs
-leave out.
+"""Model families: for each `model_type`, the kinds of its layers, how to read them, and its config's defaults.
 
-To add a family, add a line to `FAMILIES`, or to `ALIASES` if it stores and leaves out what another does; for
-a kind of layer that is not here yet, a function to readers.py, and for an order of layers that is not, one to
-patterns.py.
+To add a family, add an item to `FAMILIES`, or to `ALIASES` if it has the layers and defaults of another one.
+A new kind of layer also needs a function in readers.py, a new order of layers one in patterns.py.
 """
 
 from __future__ import annotations
@@ -48,9 +46,9 @@ Kinds = Mapping[str, tuple[Reader, ...]]
 class Family:
     """How to read the configs of one model type.
 
-    `types` names the kind of each layer, `kinds` reads each kind; `defaults` are those of the family's
-    config class, for configs are written without what equals a default. `context` is the longest context
-    where a config does not say; 0 if its class does not say either."""
+    `types` names the kind of each layer and `kinds` reads each kind. `defaults` are those of the family's
+    config class: configs are saved without fields that equal a default. `context` is the longest context
+    if the config does not specify one; 0 if its class does not either."""
 
     types: Types
     kinds: Kinds
@@ -265,7 +263,7 @@ FAMILIES: dict[str, Family] = {
         _sizes(54, 2560, 32, **_MAMBA, n_mamba_heads=8, mamba_ngroups=1, mamba_d_state=64),
         4096,
     ),
-    # Its layers are those of its pattern, however many.
+    # The pattern determines the number of layers.
     "nemotron_h": Family(
         listed(nemotron_h),
         {**MAMBA2, "full_attention": (readers.named_attention,)},
@@ -283,7 +281,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-# Model types that store what a family above does, and whose configs leave out the same.
+# Model types with the layers and defaults of a family above.
 ALIASES: dict[str, str] = {
     **dict.fromkeys(("granite", "granitemoe", "hunyuan_v1_dense", "olmo2"), "llama"),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_vl_text"), "qwen2_vl_text"),

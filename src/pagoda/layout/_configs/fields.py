@@ -1,4 +1,4 @@
-"""Reading the fields of a model's config. In: a Hugging Face config in any form; out: checked values, or a
+"""Reads the fields of a model's config. In: a Hugging Face config in any form; out: validated values, or a
 ConfigError that names the model and the field."""
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pagoda.layout._numbers import show
 
 __all__ = ["Fields"]
 
-_LARGEST = 2**40  # of a dimension: a config with more is no config
+_LARGEST = 2**40  # upper limit of a dimension, against nonsense
 _LARGEST_FILE = 2**24
 _TEXT_PARTS = ("text_config", "thinker_config", "llm_config", "language_config")
 _MOST_NESTED = 4
-# What a part takes from the whole unless it says it itself.
+# Fields that a nested config inherits unless it has them itself.
 _OF_THE_WHOLE = ("model_type", "_name_or_path", "dtype", "torch_dtype")
 
 
 class Fields:
-    """The fields of one config, by name. A field that is missing or null is absent."""
+    """The fields of one config, by name. A null field counts as missing."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
         self._values = values
@@ -32,7 +32,7 @@ class Fields:
 
     @staticmethod
     def read(config: Any) -> Fields:
-        """From a config object, a dict, a config.json or the folder it lies in. Errors: ConfigError."""
+        """Read a config object, a dict, or the path of a config.json or its folder. Errors: ConfigError."""
         if isinstance(config, (str, PathLike)):
             return Fields(_load(Path(config)))
         is_object = callable(getattr(config, "to_dict", None)) and not isinstance(config, type)
@@ -45,7 +45,7 @@ class Fields:
         return Fields(values)
 
     def text(self) -> Fields:
-        """The part about text of a model that also sees or hears; itself otherwise."""
+        """Return the text part of a multimodal model's config; otherwise the config itself."""
         found = dict(self._values)
         for _ in range(_MOST_NESTED):
             inner: Any = next((found[key] for key in _TEXT_PARTS if found.get(key) is not None), None)
@@ -62,7 +62,7 @@ class Fields:
         raise self.error("its text_config is nested without end")
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
-        """The same fields, and defaults for those that are missing; a null stays a null."""
+        """Return the same fields with defaults for missing ones; null fields stay null."""
         return Fields({**defaults, **self._values}, self.where)
 
     def has(self, name: str) -> bool:
@@ -72,7 +72,7 @@ class Fields:
         return self._values.get(name)
 
     def integer(self, *names: str, default: int | None = None, low: int = 1, high: int = _LARGEST) -> int:
-        """The first of several names that is there, as an integer from `low` to `high`."""
+        """Return the first field present among `names`, an integer from `low` to `high`."""
         for name in names:
             value = self._values.get(name)
             if value is None:
@@ -102,11 +102,11 @@ class Fields:
         return list(value)
 
     def integers(self, name: str) -> list[int] | None:
-        """A list of integers."""
+        """Return a list of integers, or None if the field is missing."""
         found = self.items(name)
         for each in found or ():
             if isinstance(each, bool) or not isinstance(each, int):
-                raise self.error(f"{name} should be a list of integers, and has {show(each)}")
+                raise self.error(f"{name} should be a list of integers, but contains {show(each)}")
         return found
 
     def inner(self, name: str) -> Fields | None:
@@ -122,13 +122,13 @@ class Fields:
 
 
 def _load(path: Path) -> Mapping[str, Any]:
-    """The object in a config.json, or in the one of a folder."""
+    """Return the object in a config.json, given its path or that of its folder."""
     shown = show(path, 200)
     try:
         file = path / "config.json" if path.is_dir() else path
         shown = show(file, 200)
         if file.exists() and not file.is_file():
-            raise ConfigError(f"{shown} is no regular file: give a config.json")
+            raise ConfigError(f"{shown} is not a regular file: give a config.json")
         with file.open("rb") as opened:
             text = opened.read(_LARGEST_FILE + 1)
     except (OSError, ValueError) as missing:  # ValueError: a path with a NUL in it
@@ -139,7 +139,7 @@ def _load(path: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as broken:
-        raise ConfigError(f"{shown} is no JSON: {str(broken)[:100]}") from None
+        raise ConfigError(f"{shown} is not valid JSON: {str(broken)[:100]}") from None
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{shown} holds no JSON object: give a config.json")
+        raise ConfigError(f"{shown} does not contain a JSON object: give a config.json")
     return values

@@ -1,6 +1,6 @@
-"""Which kind each layer of a model is, from the fields of its config. In: fields; out: a name a layer.
+"""The order of a model's layers. In: the fields of its config; out: the name of each layer's kind.
 
-A family names one of these functions, or has one made, in families.py.
+families.py says which function belongs to which family.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = [
     "zamba2",
 ]
 
-MAX_LAYERS = 10_000  # a config with more is no config
+MAX_LAYERS = 10_000  # against nonsense
 
 Types = Callable[[Fields], list[str]]
 
-# What older configs call the kinds of layers.
+# Names of layer kinds in older configs.
 ALSO = {
     "attention": "full_attention",
     "mamba": "linear_attention",
@@ -49,7 +49,7 @@ def num_layers(fields: Fields) -> int:
 
 
 def listed(otherwise: Types) -> Types:
-    """The types that a config lists, by the names of today, or what `otherwise` derives."""
+    """Use the types that a config lists, by their current names, or else what `otherwise` derives."""
 
     def types(fields: Fields) -> list[str]:
         for name in ("layer_types", "layers_block_type"):
@@ -66,7 +66,7 @@ def all_of(kind: str) -> Types:
 
 
 def every(period: int, kind: str, others: str, period_field: str = "") -> Types:
-    """The last layer of each `period` is of one kind, the rest of another."""
+    """The last of every `period` layers is of kind `kind`, the rest are `others`."""
 
     def types(fields: Fields) -> list[str]:
         step = fields.integer(period_field, default=period) if period_field else period
@@ -76,13 +76,13 @@ def every(period: int, kind: str, others: str, period_field: str = "") -> Types:
 
 
 def has_window(fields: Fields) -> bool:
-    """Whether there is a window; some write 0 or -1 where others write null."""
+    """Return whether there is a window; some configs write 0 or -1 where others write null."""
     window = fields.get("sliding_window")
     return window is not None and (isinstance(window, bool) or window not in (0, -1))
 
 
 def sliding_if_given(fields: Fields) -> list[str]:
-    """All layers slide if there is a window (Mistral), and if the config does not switch it off (Qwen)."""
+    """All layers slide if there is a window (Mistral), unless the config switches it off (Qwen)."""
     is_on = has_window(fields) and fields.get("use_sliding_window") is not False
     return ["sliding_attention" if is_on else "full_attention"] * num_layers(fields)
 
@@ -104,8 +104,8 @@ def sliding_every_other(fields: Fields) -> list[str]:
 
 
 def has_positions(fields: Fields) -> list[bool]:
-    """Which layers rotate their keys: a list that says 1 for each that does, or all but the last of each
-    `no_rope_layer_interval`."""
+    """Return which layers rotate their keys: those marked 1 in `no_rope_layers`, or all but the last of
+    every `no_rope_layer_interval`."""
     given = fields.items("no_rope_layers")
     if given:
         return [bool(each) for each in given]
@@ -129,15 +129,15 @@ def gemma3(fields: Fields) -> list[str]:
 
 
 def exaone4(fields: Fields) -> list[str]:
-    """As Gemma 3, of four layers one; without a window all are full."""
+    """One full layer in four; without a window all are full."""
     if not has_window(fields):
         return all_of("full_attention")(fields)
     return every(4, "full_attention", "sliding_attention", "sliding_window_pattern")(fields)
 
 
 def glm_moe_dsa(fields: Fields) -> list[str]:
-    """Layers with an indexer of their own keep its keys; others take what the one before picked. A list says
-    which, a pattern of letters, or of each `index_topk_freq` layers the first has one."""
+    """Layers with their own indexer store its keys; the others reuse the previous selection. The config has
+    a list, a pattern of letters, or `index_topk_freq`: the first of so many layers has an indexer."""
     given = fields.items("indexer_types")
     if given is None and fields.has("index_topk_pattern"):
         pattern = fields.get("index_topk_pattern")
@@ -154,7 +154,7 @@ def glm_moe_dsa(fields: Fields) -> list[str]:
 
 
 def full_at(name: str, others: str) -> Types:
-    """A list of the layers that have attention (Bamba, LFM2)."""
+    """The config lists the layers that have attention (Bamba, LFM2)."""
 
     def types(fields: Fields) -> list[str]:
         n = num_layers(fields)
@@ -173,7 +173,7 @@ def jamba(fields: Fields) -> list[str]:
 
 
 def kimi(fields: Fields) -> list[str]:
-    """Checkpoints list their layers, counted from 1."""
+    """The config lists the full layers, counted from 1."""
     n = num_layers(fields)
     own = fields.inner("linear_attn_config")
     full = own.integers("full_attn_layers") if own is not None else None
@@ -191,13 +191,13 @@ def minimax(fields: Fields) -> list[str]:
 
 
 def zamba2(fields: Fields) -> list[str]:
-    """Zamba2-2.7B's own pattern, which its config leaves out."""
+    """The pattern of Zamba2-2.7B, which its config omits."""
     plain, hybrid = ["linear_attention"], ["hybrid"]
     return [*plain, *((plain * 5 + hybrid) * 7), *plain * 4, *hybrid, *plain * 3, *hybrid, *plain * 2]
 
 
 def nemotron_h(fields: Fields) -> list[str]:
-    """A letter a layer; without, the four layers that the config class takes."""
+    """One letter per layer; without a pattern, the four layers that the config class defaults to."""
     pattern = fields.get("hybrid_override_pattern") or "ME*-"
     if not isinstance(pattern, str):
         raise fields.error(f"hybrid_override_pattern should be letters, not {str(pattern)[:40]!r}")
@@ -206,8 +206,8 @@ def nemotron_h(fields: Fields) -> list[str]:
 
 
 def deepseek_v4(fields: Fields) -> list[str]:
-    """A ratio a layer; what follows the last layer belongs to layers that predict further tokens. Without,
-    two layers of the highest ratio, then both in turn."""
+    """One ratio per layer; ratios beyond the last layer belong to multi-token prediction. Without a list, two
+    layers of the highest ratio, then both ratios in turn."""
     n = num_layers(fields)
     ratios = fields.integers("compress_ratios")
     if ratios is None:

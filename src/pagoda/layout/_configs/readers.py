@@ -1,6 +1,6 @@
-"""What the layers of a family keep, from the fields of its config. In: fields, options; out: kinds of layers.
+"""Reads kinds of layers. In: the fields of a config, options; out: what such a layer stores.
 
-Each function reads one kind of layer. Which of them a family uses is in families.py.
+Each function reads one kind of layer; families.py says which ones a family uses.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Options:
-    """What a config does not say: dtypes of what is stored ('auto': the model's own), and how many tokens are
-    written before they are accepted."""
+    """What a config does not specify: dtypes of the stored tensors ('auto' means the model's own), and how
+    many tokens are written before they are accepted."""
 
     kv_dtype: str = "auto"
     index_dtype: str = "auto"
@@ -67,24 +67,24 @@ class Options:
     unaccepted: int = 1
 
     def stored(self, fields: Fields) -> str:
-        """The dtype of keys and values."""
+        """Return the dtype of keys and values."""
         if self.kv_dtype == "fp8_ds_mla":
             raise self.not_latent(fields)
         return self.computed(fields) if self.kv_dtype == "auto" else self.kv_dtype
 
     def not_latent(self, fields: Fields) -> ConfigError:
-        """The error for a form of latent entries where none are."""
+        """Return the error for a model without latent attention."""
         return ConfigError(f"kv_dtype: 'fp8_ds_mla' is for latent attention, not for {fields.model_type}")
 
     def computed(self, fields: Fields) -> str:
-        """The dtype of the model itself, bfloat16 if it does not say."""
+        """Return the dtype of the model itself, bfloat16 if the config does not specify it."""
         for name in ("dtype", "torch_dtype"):
             if fields.has(name) and fields.get(name) != "auto":
                 return dtype_name(fields.get(name), f"{name} of {fields.where}", KV_DTYPES)
         return "bfloat16"
 
     def recurrent(self, fields: Fields) -> str:
-        """The dtype of recurrent states. They add up rounding errors, so float32 unless somebody says."""
+        """Return the dtype of recurrent states. They accumulate rounding errors, so the default is float32."""
         if self.state_dtype != "auto":
             return self.state_dtype
         for name in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
@@ -100,11 +100,11 @@ def _head_dim(fields: Fields) -> int:
 
 
 def _dim_of_heads(fields: Fields, width: int) -> int:
-    """The dimension of a head of a model that is `width` times its hidden size wide."""
+    """Return the head dimension if all heads together are `width` times the hidden size wide."""
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     dim = width * hidden // heads  # rounded down, as the models do
     if dim == 0:
-        raise fields.error(f"num_attention_heads = {heads} is more than hidden_size = {hidden} has room for")
+        raise fields.error(f"num_attention_heads = {heads} is too large for hidden_size = {hidden}")
     return dim
 
 
@@ -121,14 +121,14 @@ def attention(fields: Fields, options: Options) -> FullAttention:
 
 
 def wide_attention(fields: Fields, options: Options) -> FullAttention:
-    """Keys and values of Zamba2: twice as wide, because its blocks see two inputs."""
+    """Keys and values of Zamba2: twice as wide, because its blocks read two inputs."""
     dim = fields.integer("attention_head_dim", default=0, low=0)
     dim = dim or _dim_of_heads(fields, 2)
     return FullAttention(kv_heads=_kv_heads(fields), k_dim=dim, v_dim=dim, dtype=options.stored(fields))
 
 
 def named_attention(fields: Fields, options: Options) -> FullAttention:
-    """Keys and values of Nemotron-H, by the name that its first configs have for a head, or by today's."""
+    """Keys and values of Nemotron-H, whose first configs have another name for the head dimension."""
     dim = fields.integer("head_dim", "attention_head_dim", default=128)
     return FullAttention(kv_heads=_kv_heads(fields), k_dim=dim, v_dim=dim, dtype=options.stored(fields))
 
@@ -146,24 +146,24 @@ def sliding(fields: Fields, options: Options, window: str = "sliding_window") ->
 
 
 def chunked(fields: Fields, options: Options) -> WindowAttention:
-    """Attention within chunks (Llama 4): a window as long as a chunk keeps all that a chunk can read."""
+    """Attention within chunks (Llama 4): a window of one chunk keeps everything that a query can read."""
     return sliding(fields, options, window="attention_chunk_size")
 
 
 def latent_attention(fields: Fields, options: Options) -> LatentAttention:
-    """One vector a token."""
+    """One vector per token."""
     rank, rope = fields.integer("kv_lora_rank"), fields.integer("qk_rope_head_dim", low=0)
-    # Kernels that pick tokens by an indexer read fp8 in one form only, so that is what 'fp8' means there.
+    # Sparse kernels read fp8 in one format only, so that is what 'fp8' means for models with an indexer.
     is_sparse = fields.has("index_head_dim") and options.kv_dtype == "float8_e4m3fn"
     if options.kv_dtype == "fp8_ds_mla" or is_sparse:
         if rope == 0:
-            raise fields.error("qk_rope_head_dim = 0: 'fp8_ds_mla' has a rotated part")
+            raise fields.error("qk_rope_head_dim = 0: 'fp8_ds_mla' needs a rotated part")
         return LatentAttention(entry=latent_fp8(rank, rope))
     return LatentAttention(entry=latent(rank, rope, options.stored(fields)))
 
 
 def indexed_attention(fields: Fields, options: Options) -> LatentAttention:
-    """One vector a token, and an indexer's key."""
+    """One vector per token, and an indexer's key."""
     dtype = "fp8" if options.index_dtype == "auto" else options.index_dtype
     index = index_keys(fields.integer("index_head_dim"), dtype)
     return replace(latent_attention(fields, options), index=index)
@@ -177,8 +177,8 @@ def _compressed_entry(fields: Fields, options: Options) -> Entry:
         rope_dim = int(head_dim * fields.number("partial_rotary_factor", 64 / 512))
     if not 0 < rope_dim < head_dim:
         raise fields.error(
-            f"qk_rope_head_dim, or partial_rotary_factor of head_dim = {head_dim}, gives {rope_dim}: "
-            f"it should leave something of the head"
+            f"qk_rope_head_dim, or partial_rotary_factor × head_dim, is {rope_dim}: "
+            f"it should be from 1 to {head_dim - 1}, less than head_dim"
         )
     if options.kv_dtype in ("auto", "float8_e4m3fn"):
         return compressed_fp8(head_dim, rope_dim)
@@ -191,7 +191,7 @@ def _compressed_entry(fields: Fields, options: Options) -> Entry:
 
 
 def ring_window(fields: Fields, options: Options) -> RingWindow:
-    """A layer of DeepSeek-V4 that has its window and nothing more."""
+    """A layer of DeepSeek-V4 with a window only."""
     return RingWindow(
         entry=_compressed_entry(fields, options),
         window=fields.integer("sliding_window"),
@@ -217,7 +217,7 @@ def _compressed(fields: Fields, options: Options, rate: str, old: str, default: 
 
 
 def compressed_sparse(fields: Fields, options: Options) -> CompressedAttention:
-    """CSA: overlapping blocks of 4 tokens, an indexer that picks among their entries."""
+    """CSA: overlapping blocks of 4 tokens, with an indexer that selects among their entries."""
     return _compressed(fields, options, "compressed_sparse_attention", "compress_rate_csa", 4)
 
 
@@ -240,7 +240,7 @@ def gated_delta(fields: Fields, options: Options) -> GatedDelta:
 
 
 def kimi_delta(fields: Fields, options: Options) -> KimiDelta:
-    """Kimi delta attention; checkpoints have its sizes in an object of their own."""
+    """Kimi delta attention; published configs have its sizes in `linear_attn_config`."""
     own = fields.inner("linear_attn_config") or Fields({}, f"linear_attn_config of {fields.where}")
     return KimiDelta(
         heads=own.integer("num_heads", default=0, low=0) or fields.integer("linear_num_heads"),
@@ -258,12 +258,12 @@ def _expanded(fields: Fields) -> int:
 
 
 def expanded_mamba1(fields: Fields, options: Options) -> Mamba1:
-    """Mamba-1 of a hybrid (Jamba): an expanded width, for `intermediate_size` is that of its MLPs there."""
+    """Mamba-1 of a hybrid (Jamba), whose `intermediate_size` is the width of its MLPs instead."""
     return _mamba1(fields, options, _expanded(fields))
 
 
 def mamba1(fields: Fields, options: Options) -> Mamba1:
-    """Mamba-1: its width is `intermediate_size`, which need not be what `expand` says (Falcon-Mamba)."""
+    """Mamba-1: its width is `intermediate_size`, which may differ from `expand` (Falcon-Mamba)."""
     width = fields.integer("intermediate_size") if fields.has("intermediate_size") else _expanded(fields)
     return _mamba1(fields, options, width)
 
@@ -279,12 +279,12 @@ def _mamba1(fields: Fields, options: Options, channels: int) -> Mamba1:
 
 
 def mamba2_alone(fields: Fields, options: Options) -> Mamba2:
-    """Mamba-2 without attention, so that `head_dim` is its own."""
+    """Mamba-2 without attention, where `head_dim` is that of Mamba."""
     return mamba2(fields, options, "head_dim")
 
 
 def mamba2(fields: Fields, options: Options, dim: str = "mamba_head_dim") -> Mamba2:
-    """Mamba-2 of a hybrid, with the names of Bamba, Zamba2, Falcon-H1 or Nemotron-H."""
+    """Mamba-2 of a hybrid, with the field names of Bamba, Zamba2, Falcon-H1 or Nemotron-H."""
     heads = fields.integer("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads")
     names = [name for name in ("mamba_d_head", "mamba_headdim", dim) if fields.has(name)]
     if names and fields.get(names[0]) != "auto":
@@ -315,7 +315,7 @@ def short_conv(fields: Fields, options: Options) -> ShortConv:
 
 
 def lightning(fields: Fields, options: Options) -> Lightning:
-    """Lightning attention: a state a query head."""
+    """Lightning attention: one state per query head."""
     return Lightning(
         heads=fields.integer("num_attention_heads"),
         dim=_head_dim(fields),

@@ -1,5 +1,4 @@
-"""From a Hugging Face config to a Layout. Nothing is downloaded; this code itself uses neither torch nor
-transformers."""
+"""From a Hugging Face config to a Layout. Downloads nothing; imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -32,25 +31,25 @@ def from_hf(
     like: str | None = None,
     name: str = "",
 ) -> Layout:
-    """The layout of the model that a Hugging Face config describes.
+    """Return the layout of the model that a Hugging Face config describes.
 
-    `config` is a config object, its dict, or the path of a config.json or of its folder; of a model that also
-    sees or hears, its part about text is read. `page_tokens` is as for Layout.
+    `config` is a config object, its dict, or the path of a config.json or its folder. Of a multimodal model,
+    only the text part is read. `page_tokens` is as for Layout.
 
-    `kv_dtype` is what keys and values are stored in: 'auto' is the model's own dtype (fp8 entries for
-    DeepSeek-V4), else 'bf16', 'fp16', 'fp32', 'fp8', 'fp8_e5m2', or for latent attention 'fp8_ds_mla',
-    entries with scales of their own. `index_dtype` is that of indexer keys: 'fp8' (auto), 'fp4', or
-    unquantised. `state_dtype` is that of recurrent states: float32 (auto) unless the config says.
-    For a model with an indexer (DeepSeek-V3.2) 'fp8' is 'fp8_ds_mla', which its kernels read. `unaccepted` is
-    how many tokens may be written before they are accepted, which makes rings longer; recurrent states and
-    convolutions take no notice of it.
+    `kv_dtype` is the dtype of keys and values: 'auto' (the model's own; fp8 entries for DeepSeek-V4), 'bf16',
+    'fp16', 'fp32', 'fp8', 'fp8_e5m2', or for latent attention 'fp8_ds_mla', which includes scales. For
+    models with an indexer (DeepSeek-V3.2), 'fp8' means 'fp8_ds_mla', the format that their kernels read.
+    `index_dtype` is the dtype of indexer keys: 'fp8' (auto), 'fp4', or unquantised. `state_dtype` is the
+    dtype of recurrent states; 'auto' is float32 unless the config specifies another one. `unaccepted` is the
+    number of tokens that may be written before they are accepted; it makes ring windows longer and has no
+    effect on recurrent states and convolutions.
 
-    `like` reads a model type that is not known as another one that is: `like="llama"`. `name` is for people.
-    Cost: O(layers). Errors: ConfigError, naming the model type, field, or kind of layer that is not known.
+    `like="llama"` reads a config with an unknown model type as a Llama. `name` is shown to people.
+    Errors: ConfigError, naming the unknown model type, field, or kind of layer.
     """
     if isinstance(config, str) and config in model_names() and not Path(config).exists():
         raise ConfigError(
-            f"config: there is no file {config!r}; the config of that name that comes with Pagoda is "
+            f"config: there is no file {config!r}; for the config that comes with Pagoda, use "
             f"from_hf(model_config({config!r}))"
         )
     fields = Fields.read(config).text()
@@ -73,19 +72,19 @@ def from_hf(
 
 
 def model_names() -> list[str]:
-    """Names of the well-known models whose configs come with Pagoda, sorted. O(models)."""
+    """Return the sorted names of the models whose configs come with Pagoda."""
     folder = resources.files("pagoda.layout") / "models"
     return sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json"))
 
 
 def model_config(name: str) -> dict[str, Any]:
-    """The config of a well-known model: of its config.json, the fields that say what it stores. O(1) files.
+    """Return the config of a well-known model, reduced to the fields that affect what it stores.
 
     Errors: ConfigError for a name that `model_names` does not list.
     """
     if name not in model_names():
         raise ConfigError(
-            f"name: there is no model {str(name)[:40]!r} here: model_names() lists those there are"
+            f"name: unknown model {str(name)[:40]!r}: model_names() lists the models that come with Pagoda"
         )
     file = resources.files("pagoda.layout") / "models" / f"{name}.json"
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -99,13 +98,13 @@ def _family(fields: Fields, like: str | None) -> Family:
         return family
     known = ", ".join(sorted({*FAMILIES, *ALIASES}))
     if like is not None:
-        raise ConfigError(f"like: there is no family {wanted[:40]!r}, only {known}")
+        raise ConfigError(f"like: unknown family {wanted[:40]!r}: give one of {known}")
     if not wanted:
-        raise ConfigError("config: it has no model_type: give the config.json of a causal language model")
+        raise ConfigError("config has no model_type: give the config.json of a causal language model")
     raise ConfigError(
-        f"model_type {wanted[:60]!r} is not known. If its layers store what those of a known family do, name "
-        f"that family, like='llama'; else describe them with Layout([FullAttention(…), …]), or add it "
-        f"to pagoda/layout/_configs/families.py. Known: {known}"
+        f"model_type {wanted[:60]!r} is unknown. If its layers store the same as those of a known family, "
+        f"name that family: like='llama'. Otherwise describe them with Layout([FullAttention(…), …]), or add "
+        f"the family to pagoda/layout/_configs/families.py. Known: {known}"
     )
 
 
@@ -114,16 +113,16 @@ def _read_layers(fields: Fields, family: Family, options: Options) -> list[tuple
     if fields.has("num_hidden_layers"):
         expected = fields.integer("num_hidden_layers")
         if len(types) != expected:
-            raise fields.error(f"it has {expected} layers and {len(types)} types of layers")
-    # A layer kind is read once, not once a layer.
+            raise fields.error(f"it has {expected} layers but lists the types of {len(types)}")
+    # Each kind is read once, not once per layer.
     kinds: dict[str, tuple[Kind, ...]] = {}
     for number, layer_type in enumerate(types):
         if layer_type in kinds:
             continue
         if layer_type not in family.kinds:
             raise fields.error(
-                f"layer {number} is of the kind {layer_type[:60]!r}, which is not known there: known are "
-                f"{', '.join(family.kinds)}. Describe the layers with Layout([…]), or add a reader of that "
+                f"layer {number} is of the unknown kind {layer_type[:60]!r}; this family has "
+                f"{', '.join(family.kinds)}. Describe the layers with Layout([…]), or add a reader for that "
                 f"kind to pagoda/layout/_configs/readers.py"
             )
         try:
@@ -133,12 +132,12 @@ def _read_layers(fields: Fields, family: Family, options: Options) -> list[tuple
     return _share([kinds[layer_type] for layer_type in types], types, fields)
 
 
-# What entries call a size, and what configs call it.
+# Names of sizes in entries, and in configs.
 _FIELDS = {"latent_dim": "kv_lora_rank", "index_dim": "index_head_dim"}
 
 
 def _named(unfit: ConfigError, fields: Fields) -> ConfigError:
-    """An error of a kind or an entry, with the model and the field it comes from."""
+    """Return the error of a kind or an entry with the model and the field that it comes from."""
     text = str(unfit)
     if fields.where in text or text.startswith(("kv_dtype", "index_dtype", "state_dtype")):
         return unfit
@@ -148,15 +147,14 @@ def _named(unfit: ConfigError, fields: Fields) -> ConfigError:
 
 
 def _share(layers: list[tuple[Kind, ...]], types: list[str], fields: Fields) -> list[tuple[Kind, ...]]:
-    """The last layers read what the last layer of their type before them keeps, if the config says how
-    many."""
+    """Let the last `num_kv_shared_layers` layers read what the last earlier layer of their type stores."""
     shared = fields.integer("num_kv_shared_layers", default=0, low=0)
     first = len(layers) - shared
     for number in range(max(first, 0), len(layers)) if shared else ():
         sources = [other for other in range(first) if types[other] == types[number]]
         if not sources:
             raise fields.error(
-                f"layer {number} shares keys and values, but no {types[number]} layer stands before {first}"
+                f"layer {number} shares keys and values, but no {types[number]} layer comes before {first}"
             )
         layers[number] = (SharedAttention(layer=sources[-1]),)
     return layers
