@@ -20,7 +20,7 @@ LLAMA_PAGE = 16 * LLAMA_TOKEN
 # Qwen3-Next: 12 attention layers of 2 KV heads of 256; 36 gated delta nets, 16 key and 32 value heads of 128:
 # three columns of a convolution over queries, keys and values in bfloat16, and a float32 state.
 QWEN_PAGE = 16 * 2 * 12 * 2 * 256 * 2
-QWEN_ROW = 36 * ((2 * 16 * 128 + 32 * 128) * 3 * 2 + 32 * 128 * 128 * 4)
+QWEN_STATE = 36 * ((2 * 16 * 128 + 32 * 128) * 3 * 2 + 32 * 128 * 128 * 4)
 # GPT-OSS-20B: 12 layers of either kind, 8 KV heads of 64, bfloat16.
 OSS_PAGE = 16 * 2 * 12 * 8 * 64 * 2
 
@@ -121,12 +121,12 @@ def test_a_token_and_a_request_of_llama(json_of, text_of):
     assert (
         text.split("\n")[0].strip() == "llama-3.1-8b · 32 layers · bfloat16 · one rank · pages of 16 tokens"
     )
-    assert "a request at 128k" in text
+    assert "request of 128k tokens" in text
     assert row(text, "full") == ["full", "32", "every token", "16", "2 MiB", "131,072 B", "8,192", "16 GiB"]
-    assert fact(text, "one token") == "131,072 B for good"
-    assert fact(text, "one request") == "16 GiB at 128k"
-    assert fact(text, "resume") == "requests resume at multiples of 16 tokens"
-    assert fact(text, "context") == "128k tokens, the model's own limit"
+    assert fact(text, "per token") == "131,072 B"
+    assert fact(text, "per request") == "16 GiB for 128k tokens"
+    assert fact(text, "reuse") == "cached prefixes are reused in multiples of 16 tokens"
+    assert fact(text, "context") == "128k tokens, the model's limit"
     assert "for the cache" not in text  # no memory was given
 
 
@@ -146,35 +146,33 @@ def test_windows_keep_the_last_tokens(json_of, text_of):
     # A window gives back what it takes: its figure is no part of the sum below it.
     assert row(text, "window")[5] == f"({shown(OSS_PAGE // 16)})"
     assert row(text, "full")[5] == shown(OSS_PAGE // 16)
-    assert fact(text, "one token") == (
-        "24,576 B for good: windows and states do not grow; in parentheses: until a window is full"
+    assert fact(text, "per token") == (
+        "24,576 B; windows and states do not grow with the length (in parentheses: until the window is full)"
     )
 
 
-def test_states_are_a_row_a_request(json_of, text_of):
-    assert QWEN_ROW == 77_266_944
+def test_a_request_has_one_state(json_of, text_of):
+    assert QWEN_STATE == 77_266_944
     plan = json_of("qwen3-next-80b-a3b", "--context", "32k")
-    assert plan["state_bytes"] == plan["checkpoint_bytes"] == QWEN_ROW
-    assert plan["request_bytes"] == 2048 * QWEN_PAGE + QWEN_ROW
+    assert plan["state_bytes"] == plan["checkpoint_bytes"] == QWEN_STATE
+    assert plan["request_bytes"] == 2048 * QWEN_PAGE + QWEN_STATE
     assert plan["dtypes"]["state"] == ["bfloat16", "float32"]
     state = plan["groups"][-1]
-    assert (state["unit"], state["layers"], state["request_units"]) == ("row", 36, 1)
+    assert (state["unit"], state["layers"], state["request_units"]) == ("state", 36, 1)
     assert state["page_tokens"] is state["token_bytes"] is state["window"] is None
     text = text_of("qwen3-next-80b-a3b", "--context", "32k")
     assert row(text, "state") == [
         "state",
         "36",
-        "one row per request",
+        "one state per request",
         "–",
         "73.69 MiB",
         "–",
-        "1 row",
+        "1 state",
         "73.69 MiB",
     ]
-    assert fact(text, "resume").endswith("multiples of 16 tokens, where a checkpoint was taken")
-    assert fact(text, "checkpoint") == (
-        "needs all of a row, 73.69 MiB; each takes a whole row, for it lies in one"
-    )
+    assert fact(text, "reuse").endswith("multiples of 16 tokens, up to a checkpoint")
+    assert fact(text, "checkpoint") == "takes a whole state, 73.69 MiB"
 
 
 def test_compressed_attention_has_an_entry_for_several_tokens(json_of, text_of):
@@ -193,10 +191,10 @@ def test_compressed_attention_has_an_entry_for_several_tokens(json_of, text_of):
     text = text_of("deepseek-v4-flash")
     assert row(text, "csa")[2] == "one entry per 4 tokens"
     assert row(text, "hca")[2] == "one entry per 128 tokens"
-    assert fact(text, "one token").startswith("3,991.5 B for good")
-    # What it needs of a row is not what it costs.
+    assert fact(text, "per token").startswith("3,991.5 B; ")
+    # A checkpoint takes more than it needs.
     assert re.fullmatch(
-        r"needs [\d.]+ MiB of a row of [\d.]+ MiB; each takes a whole row, for it lies in one",
+        r"needs [\d.]+ MiB, but takes a whole state, [\d.]+ MiB",
         fact(text, "checkpoint"),
     )
     alone = json_of("deepseek-v4-flash", "--memory", "40GiB")
@@ -209,21 +207,21 @@ def test_compressed_attention_has_an_entry_for_several_tokens(json_of, text_of):
 
 def test_where_nothing_grows(json_of, text_of):
     # Mamba-2.8B: 64 layers of 5,120 channels; 16 of state and 3 columns of convolution, all float32.
-    row_bytes = 64 * 5120 * (16 + 3) * 4
+    state_bytes = 64 * 5120 * (16 + 3) * 4
     plan = json_of("mamba-2.8b", "--memory", "1GiB")
-    assert (plan["token_bytes"], plan["request_bytes"]) == (0, row_bytes)
-    assert plan["budget"]["requests"] == GiB // row_bytes - 1  # one row is padding
+    assert (plan["token_bytes"], plan["request_bytes"]) == (0, state_bytes)
+    assert plan["budget"]["requests"] == GiB // state_bytes - 1  # one state is padding
     assert plan["budget"]["tokens"] is plan["budget"]["longest_request"] is None
     assert plan["budget"]["more_tokens"] is None
     text = text_of("mamba-2.8b", "--memory", "1GiB")
-    assert fact(text, "longest") == "a request of any length fits alone"
-    assert fact(text, "one token").startswith("nothing for good")
-    assert fact(text, "resume") == "requests resume at any length, where a checkpoint was taken"
-    assert fact(text, "1 GiB more") == f"buys {GiB // row_bytes}.000 requests at 8k"
+    assert fact(text, "longest") == "a single request of any length fits"
+    assert fact(text, "per token").startswith("0 B; ")
+    assert fact(text, "reuse") == "cached prefixes are reused at any length, up to a checkpoint"
+    assert fact(text, "1 GiB more") == f"adds {GiB // state_bytes}.000 requests of 8k tokens"
 
 
 def test_the_context_is_given_or_the_model_s_or_8k(json_of, text_of):
-    assert fact(text_of("mamba-2.8b"), "context") == "8k tokens, because the model names no limit"
+    assert fact(text_of("mamba-2.8b"), "context") == "8k tokens, the default: the model has no limit"
     assert json_of("mamba-2.8b")["context_from"] == "default"
     assert json_of("mamba-2.8b")["context"] == 8192
     plan = json_of("qwen3-8b", "--context", "1M")
@@ -256,7 +254,7 @@ def test_dtypes_of_indexers_and_states(json_of):
     }
     assert sizes == {"fp8": 61 * (656 + 132), "fp4": 61 * (656 + 68), "bf16": 61 * (656 + 256)}
     halved = json_of("qwen3-next-80b-a3b", "--state-dtype", "bf16")
-    assert halved["state_bytes"] == QWEN_ROW - 36 * 32 * 128 * 128 * 2
+    assert halved["state_bytes"] == QWEN_STATE - 36 * 32 * 128 * 128 * 2
     # A ring of 128 entries of 584 bytes, each with its position, in 43 layers grows by three; so do rows
     # of float32 in two sorts:
     # 21 layers of two halves of 512 and 128, 20 of 512, values and scores each.
@@ -279,7 +277,7 @@ def test_heads_are_divided_or_repeated(ranks: int, kv_heads: int, times: int | N
         assert " keep " not in text
     else:
         assert fact(text, "ranks").startswith(
-            f"full: {ranks} ranks together keep {times} times what one would"
+            f"full: {ranks} ranks together keep {times} times as much as a single rank would"
         )
 
 
@@ -287,7 +285,7 @@ def test_what_all_heads_share_is_on_every_rank(json_of, text_of):
     alone, of_eight = json_of("deepseek-v3"), json_of("deepseek-v3", "--tp", "8")
     assert alone["token_bytes"] == of_eight["token_bytes"]
     assert [plan["groups"][0]["copies"] for plan in (alone, of_eight)] == [1, 8]
-    assert fact(text_of("deepseek-v3", "--tp", "8"), "ranks") == "latent: every rank keeps all of it"
+    assert fact(text_of("deepseek-v3", "--tp", "8"), "ranks") == "latent: every rank keeps a full copy"
     assert json_of("llama-3.1-8b", "--tp", "8")["groups"][0]["copies"] == 1
     assert {group["copies"] for group in json_of("deepseek-v4-pro", "--tp", "8")["groups"]} == {8}
 
@@ -328,39 +326,39 @@ def test_memory_is_divided(json_of, text_of):
     text = text_of(*asked)
     assert "80 GiB of memory − 16 GiB of weights = 64 GiB for the cache\n" in text
     assert row(text, "full", table=1) == ["full", "32,767", "64 GiB", "100.0%", "█" * 20]
-    assert fact(text, "tokens") == "524,272 fit in all"
-    assert fact(text, "requests") == "3 at 128k (3.99)"
-    assert fact(text, "longest") == "524,272 tokens in a request alone; the model was made for 128k"
-    assert fact(text, "1 GiB more") == "buys 8,192 tokens, 0.062 requests at 128k"
-    assert "not counted" not in text
+    assert fact(text, "tokens") == "524,272 in total"
+    assert fact(text, "requests") == "3 of 128k tokens at once (3.99)"
+    assert fact(text, "longest") == "a single request of 524,272 tokens fits; the model was made for 128k"
+    assert fact(text, "1 GiB more") == "adds 8,192 tokens or 0.062 requests of 128k tokens"
+    assert "not included" not in text
 
 
 def test_without_weights_that_is_said(text_of):
     text = text_of("llama-3.1-8b", "--memory", "80GiB", "--tp", "2")
     assert "80 GiB for the cache on each rank\n" in text
-    assert fact(text, "weights") == "not counted: --weights takes them off the memory"
+    assert fact(text, "weights") == "not included: --weights subtracts them from --memory"
 
 
 @pytest.mark.parametrize("checkpoints", [0, 2])
-def test_pages_and_rows_share_memory(checkpoints: int, json_of):
+def test_pages_and_states_share_memory(checkpoints: int, json_of):
     plan = json_of(
         "qwen3-next-80b-a3b", "--memory", "40GiB", "--context", "32k", "--checkpoints", str(checkpoints)
     )
     budget = plan["budget"]
-    each = 2048 * QWEN_PAGE + (1 + checkpoints) * QWEN_ROW
-    requests = (40 * GiB - QWEN_PAGE - QWEN_ROW) // each
+    each = 2048 * QWEN_PAGE + (1 + checkpoints) * QWEN_STATE
+    requests = (40 * GiB - QWEN_PAGE - QWEN_STATE) // each
     assert budget["requests"] == budget["context_requests"] == requests
     units = {share["group"]: share["units"] for share in budget["shares"]}
     assert units["full"] >= requests * 2048
     assert units["state"] >= requests * (1 + checkpoints)
-    taken = [(units["full"] + 1) * QWEN_PAGE, (units["state"] + 1) * QWEN_ROW]
+    taken = [(units["full"] + 1) * QWEN_PAGE, (units["state"] + 1) * QWEN_STATE]
     assert [share["bytes"] for share in budget["shares"]] == taken
     assert budget["spare_bytes"] == 40 * GiB - sum(taken) >= 0
     assert [share["percent"] for share in budget["shares"]] == [
         round(100 * part / (40 * GiB), 1) for part in taken
     ]
-    # One request alone: its rows and the padding off, the rest in whole pages.
-    left = 40 * GiB - (2 + checkpoints) * QWEN_ROW
+    # One request alone: without its states and the padding, the rest is whole pages.
+    left = 40 * GiB - (2 + checkpoints) * QWEN_STATE
     assert budget["longest_request"] == (left // QWEN_PAGE - 1) * 16
 
 
@@ -373,7 +371,9 @@ def test_a_mix_of_lengths(json_of, text_of):
     assert budget["requests"] == 53
     assert budget["context_requests_float"] == 3.999877
     told = fact(text_of(*asked), "requests")
-    assert told.startswith("53 of the mix at once (53.89): 75% of 2k, 25% of 32k | 3 at 128k (3.99)")
+    assert told.startswith(
+        "53 of the mix at once (53.89): 75% of 2k, 25% of 32k | 3 of 128k tokens at once (3.99)"
+    )
     # The same in other words: decimals, blanks, a length twice, a weight left out.
     for same in ("2k:1.5,32k:0.5", "2048:6, 32k:2", "2k,2k:2,32k", "32k:1,2k:3"):
         assert json_of(*asked[:-1], same)["budget"] == budget
@@ -384,7 +384,7 @@ def test_a_mix_may_fit_where_the_context_does_not(json_of, text_of):
     budget = json_of(*asked)["budget"]
     assert budget["requests"] == (8 * GiB // LLAMA_PAGE - 1) // 64
     assert (budget["context_requests"], budget["context_requests_float"]) == (0, 0)
-    assert "| 0 at 128k" in fact(text_of(*asked), "requests")
+    assert "| 0 of 128k tokens" in fact(text_of(*asked), "requests")
 
 
 def test_windows_hold_steps_in_flight(json_of, text_of):
@@ -393,10 +393,8 @@ def test_windows_hold_steps_in_flight(json_of, text_of):
         budget = json_of(*asked, in_flight)["budget"]
         assert budget["in_flight"] == int(in_flight)
         assert budget["requests"] == (8 * GiB // OSS_PAGE - 2) // (each + 256)
-    assert fact(text_of(*asked, "1"), "in flight") == "1 step: windows hold more pages"
-    assert "costs nothing" in fact(
-        text_of("llama-3.1-8b", "--memory", "80GiB", "--in-flight", "2"), "in flight"
-    )
+    assert fact(text_of(*asked, "1"), "in flight") == "1 step: windows need more pages"
+    assert "no effect" in fact(text_of("llama-3.1-8b", "--memory", "80GiB", "--in-flight", "2"), "in flight")
 
 
 def test_windows_hold_a_chunk_besides(json_of, text_of):
@@ -407,8 +405,8 @@ def test_windows_hold_a_chunk_besides(json_of, text_of):
         requests = (8 * GiB // OSS_PAGE - 2 - once) // (each + 256)
         assert json_of(*asked, str(chunk))["budget"]["requests"] == requests
         assert units["window"] >= each * requests + once
-    assert fact(text_of(*asked, "8k"), "chunk") == "8k tokens of prefill per step: windows hold more pages"
-    assert "costs nothing" in fact(text_of("llama-3.1-8b", "--memory", "80GiB", "--chunk", "8k"), "chunk")
+    assert fact(text_of(*asked, "8k"), "chunk") == "8k tokens of prefill per step: windows need more pages"
+    assert "no effect" in fact(text_of("llama-3.1-8b", "--memory", "80GiB", "--chunk", "8k"), "chunk")
 
 
 # What does not fit
@@ -416,18 +414,20 @@ def test_windows_hold_a_chunk_besides(json_of, text_of):
 
 def test_not_one_request_fits(error_of):
     error = error_of("llama-3.1-8b", "--memory", "8GiB", "--context", "128k")
-    assert "one request of 131,072 tokens needs 16 GiB of cache, and there are 8 GiB; " in error
+    assert "one request of 131,072 tokens needs 16 GiB of cache, but only 8 GiB are available; " in error
     assert f"the longest that fits has {(8 * GiB // LLAMA_PAGE - 1) * 16:,} tokens" in error
     assert error.endswith(
-        "Ways out: more --memory, a shorter --context, --kv-dtype fp8, more --tp ranks"
+        "Try more --memory, a shorter --context, --kv-dtype fp8 or more --tp ranks"
     )  # fmt: skip
-    assert "8 GiB after the weights" in error_of("llama-3.1-8b", "--memory", "24GiB", "--weights", "16GiB")
+    assert "8 GiB are available after the weights" in error_of(
+        "llama-3.1-8b", "--memory", "24GiB", "--weights", "16GiB"
+    )
 
 
 def test_a_page_of_padding_is_missing(error_of, json_of):
     error = error_of("llama-3.1-8b", "--memory", "16GiB", "--context", "128k")
     assert f"needs {16 * GiB + LLAMA_PAGE:,} B of cache, padding included" in error
-    assert f"there are {16 * GiB:,} B" in error
+    assert f"only {16 * GiB:,} B are available" in error
     enough = str(16 * GiB + LLAMA_PAGE)
     assert json_of("llama-3.1-8b", "--memory", enough, "--context", "128k")["budget"]["requests"] == 1
 
@@ -437,7 +437,7 @@ def test_a_page_of_padding_is_missing(error_of, json_of):
     [
         (["deepseek-v3", "--memory", "4GiB"], ["--kv-dtype fp8"], ["--tp"]),  # every rank keeps all
         (["llama-3.1-8b", "--memory", "4GiB", "--kv-dtype", "fp8"], ["--tp"], ["--kv-dtype"]),
-        (["llama-3.1-8b", "--memory", "1GiB", "--tp", "8"], ["--kv-dtype fp8"], ["--tp"]),  # 1 head a rank
+        (["llama-3.1-8b", "--memory", "1GiB", "--tp", "8"], ["--kv-dtype fp8"], ["--tp"]),  # 1 head per rank
         (["smollm2-135m", "--memory", "90M"], ["--tp"], []),  # 3 heads: not over 2 ranks, but over 3
         (["deepseek-v4-pro", "--memory", "4GiB"], ["shorter --context"], ["--tp", "--kv-dtype"]),
         (["mamba-2.8b", "--memory", "1M"], ["--tp"], ["--kv-dtype", "--context"]),
@@ -454,23 +454,21 @@ def test_a_page_of_padding_is_missing(error_of, json_of):
 def test_only_ways_out_that_help_are_told(
     arguments: list[str], helps: list[str], does_not: list[str], error_of
 ):
-    ways = error_of(*arguments).partition("Ways out: ")[2]
+    ways = error_of(*arguments).partition("Try ")[2]
     assert ways.startswith("more --memory")
     assert all(way in ways for way in helps)
     assert not any(way in ways for way in does_not)
 
 
 def test_not_even_a_token_fits(error_of):
-    assert "not even one of 1 token fits" in error_of("llama-3.1-8b", "--memory", "0")
-    # Three rows and one of padding, and no page.
-    tight = str(4 * QWEN_ROW)
-    assert "not even one of 1 token" in error_of(
-        "qwen3-next-80b-a3b", "--memory", tight, "--checkpoints", "2"
-    )
+    assert "not even 1 token fits" in error_of("llama-3.1-8b", "--memory", "0")
+    # Three states and one of padding, and no page.
+    tight = str(4 * QWEN_STATE)
+    assert "not even 1 token fits" in error_of("qwen3-next-80b-a3b", "--memory", tight, "--checkpoints", "2")
     many = error_of("qwen3-next-80b-a3b", "--memory", "1GiB", "--checkpoints", "1000")
-    assert "not even one of 1 token" in many
-    assert f"needs {shown(1002 * QWEN_ROW + (2**18 // 16 + 1) * QWEN_PAGE)} of cache" in many
-    one_page = str(4 * QWEN_ROW + 2 * QWEN_PAGE)
+    assert "not even 1 token fits" in many
+    assert f"needs {shown(1002 * QWEN_STATE + (2**18 // 16 + 1) * QWEN_PAGE)} of cache" in many
+    one_page = str(4 * QWEN_STATE + 2 * QWEN_PAGE)
     error = error_of("qwen3-next-80b-a3b", "--memory", one_page, "--checkpoints", "2")
     assert "the longest that fits has 16 tokens" in error
 
@@ -488,7 +486,10 @@ FITS = [*LLAMA, "--memory", "80GiB"]
         *(([*LLAMA, "--memory", bad], "--memory: ") for bad in ("80XiB", "-1", "", "1e9", "inf", "9" * 500)),
         *(([*LLAMA, "--context", bad], "--context: ") for bad in ("128q", "-1", "0", "", "1.3", "9" * 500)),
         *(([*LLAMA, "--tp", bad], "--tp: ") for bad in ("0", "-1", "x", "", "1.5", "²", "9" * 30, "9" * 500)),
-        ([*LLAMA, "--tp", "3"], "--tp: layer 0: 8 KV heads neither divide among 3 ranks nor can be repeated"),
+        (
+            [*LLAMA, "--tp", "3"],
+            "--tp: layer 0: 8 KV heads can be neither divided among 3 ranks nor repeated",
+        ),
         *(([*LLAMA, "--page-tokens", bad], "--page-tokens: ") for bad in ("0", "x", "-16", "9" * 30)),
         (["deepseek-v4-pro", "--page-tokens", "16"], "--page-tokens of hca: give a multiple of 128"),
         *(
@@ -587,7 +588,7 @@ def test_a_type_that_is_not_known_may_be_like_one_that_is(tmp_path: Path, json_o
 )
 def test_names_that_are_close(name: str, near: str, error_of):
     error = error_of(name)
-    assert f"there is no model '{name}' here" in error
+    assert f"'{name}' is neither a model that comes with Pagoda nor" in error
     assert re.search(rf"Did you mean [^?]*\b{re.escape(near)}\b[^?]*\?", error)
     assert "path of a config.json" in error
 
@@ -611,7 +612,7 @@ def test_names_that_are_close(name: str, near: str, error_of):
 def test_odd_names(name: str, error_of):
     pytest.importorskip("wcwidth", reason="needs wcwidth")
     error = error_of(name)
-    assert "there is no model '" in error
+    assert "is neither a model that comes with Pagoda nor" in error
     assert "Did you mean" not in error
     assert len(error) < 400
 
@@ -644,7 +645,7 @@ def test_files_that_are_no_config(content: bytes, says: str, tmp_path: Path, err
 
 def test_paths_that_lead_nowhere(tmp_path: Path, error_of, monkeypatch: pytest.MonkeyPatch):
     assert "config.json' cannot be read: No such file" in error_of(str(tmp_path))
-    assert "no such file or folder" in error_of(str(tmp_path / "missing.json"))
+    assert "nor a readable file or folder" in error_of(str(tmp_path / "missing.json"))
     file = write(tmp_path / "broken\nin two.json", "{")
     assert "broken\\nin two.json' is not valid JSON" in error_of(file)
     os.mkfifo(tmp_path / "fifo")  # nobody writes: reading would wait for ever
@@ -659,7 +660,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path, error_of, monkeypatch: pytest.M
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "stat", locked)
-    assert "no such file or folder to be read" in error_of("/locked/config.json")
+    assert "nor a readable file or folder" in error_of("/locked/config.json")
 
 
 def test_a_config_cannot_paint_the_terminal(tmp_path: Path, text_of):
@@ -692,7 +693,7 @@ def test_every_model_is_planned(name: str, ranks: int, json_of, text_of, error_o
     assert lines[0].strip().startswith(f"{name} · {plan['layers']} layers · ")
     for group in plan["groups"]:
         cells = row(text, group["name"])
-        units = "1 row" if group["unit"] == "row" else f"{group['request_units']:,}"
+        units = "1 state" if group["unit"] == "state" else f"{group['request_units']:,}"
         assert cells[1] == str(group["layers"])
         assert cells[-2:] == [units, shown(group["request_bytes"])]
         assert shown(group["unit_bytes"]) in cells
@@ -704,10 +705,8 @@ def test_every_model_is_planned(name: str, ranks: int, json_of, text_of, error_o
                 f"({shown(group['token_bytes'])})" if group["window"] else shown(group["token_bytes"]),
             ]  # fmt: skip
     assert plan["request_bytes"] == sum(group["request_bytes"] for group in plan["groups"])
-    assert fact(text, "one request") == f"{shown(plan['request_bytes'])} at 32k"
-    assert fact(text, "one token").startswith(
-        shown(plan["token_bytes"]) if plan["token_bytes"] else "nothing"
-    )
+    assert fact(text, "per request") == f"{shown(plan['request_bytes'])} for 32k tokens"
+    assert fact(text, "per token").startswith(shown(plan["token_bytes"]))
     budget = plan["budget"]
     unit_bytes = {group["name"]: group["unit_bytes"] for group in plan["groups"]}
     for share in budget["shares"]:
@@ -720,7 +719,9 @@ def test_every_model_is_planned(name: str, ranks: int, json_of, text_of, error_o
     assert budget["requests"] == budget["context_requests"] == requests
     assert requests <= budget["requests_float"] < requests + 1
     hundredths = round(budget["requests_float"] * 10**6) // 10**4
-    assert fact(text, "requests") == (f"{requests:,} at 32k ({hundredths // 100:,}.{hundredths % 100:02})")
+    assert fact(text, "requests") == (
+        f"{requests:,} of 32k tokens at once ({hundredths // 100:,}.{hundredths % 100:02})"
+    )
     assert "exactly" not in text
     assert row(text, "spare") == ["spare", shown(budget["spare_bytes"])]
 
@@ -735,7 +736,7 @@ def test_the_models_are_listed(json_of, text_of):
         "name": "llama-3.1-8b", "layers": 32, "groups": {"full": 32}, "token_bytes": LLAMA_TOKEN,
         "window_bytes": 0, "state_bytes": 0, "context": 131_072,
     }  # fmt: skip
-    assert models["qwen3-next-80b-a3b"]["state_bytes"] == QWEN_ROW
+    assert models["qwen3-next-80b-a3b"]["state_bytes"] == QWEN_STATE
     assert models["gpt-oss-20b"]["window_bytes"] == 9 * OSS_PAGE
     assert re.search(r"llama-3\.1-8b +full × 32 +│ +131,072 B +– +128k\n", text)
     assert re.search(r"qwen3-next-80b-a3b +full × 12, state × 36 +│ +24,576 B +73\.69 MiB +256k\n", text)
@@ -787,7 +788,7 @@ def test_a_stream_without_box_drawing(monkeypatch: pytest.MonkeyPatch):
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", out)
     assert main(["plan", "llama-3.1-8b"]) == 0
-    assert b"131,072 B for good" in out.buffer.getvalue()  # type: ignore[attr-defined]
+    assert b"128k tokens, the model's limit" in out.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 def test_help_tells_of_every_option(capsys: pytest.CaptureFixture[str]):
@@ -814,7 +815,7 @@ def test_help_tells_of_every_option(capsys: pytest.CaptureFixture[str]):
     )
     for option in options:
         assert re.search(rf"--{option} [A-Z:,.]+ [a-zA-Z]", text), option
-    assert "the weights are not counted unless --weights" in text
+    assert "subtracted from --memory" in text
     assert "pagoda plan llama-3.1-8b" in text
     with pytest.raises(SystemExit):
         main(["--help"])

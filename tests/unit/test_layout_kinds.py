@@ -243,8 +243,8 @@ class TestCompressed:
     def test_rings_and_rows_grow_with_what_is_not_accepted(self, unaccepted):
         extra = unaccepted - 1
         assert RingWindow(entry=V4_ENTRY, window=128, unaccepted=unaccepted).ring == 128 + extra
-        assert csa(unaccepted=unaccepted).rows == 2 * 4 + extra
-        assert hca(unaccepted=unaccepted).rows == 128 + extra
+        assert csa(unaccepted=unaccepted).compressor_tokens == 2 * 4 + extra
+        assert hca(unaccepted=unaccepted).compressor_tokens == 128 + extra
         assert state_bytes(csa(unaccepted=unaccepted)) == {
             "window": (128 + extra) * 576,
             "window_scales": (128 + extra) * 8,

@@ -79,7 +79,7 @@ class TestByHand:
         layout = Layout([FULL], 4)
         assert layout.divide(21 * 32, mix).capacity() == {"full": 20}
         with pytest.raises(
-            ConfigError, match=r"a request of 80 tokens needs 672 B of cache.* but there are only 671 B"
+            ConfigError, match=r"a request of 80 tokens needs 672 B of cache.* but only 671 B are available"
         ):
             layout.divide(21 * 32 - 1, mix)
 

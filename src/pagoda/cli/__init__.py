@@ -17,26 +17,34 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status is 0, 1 after an error, 2 for wrong usage, 130 after Ctrl-C, 141
-    when nobody reads on (`pagoda demo | head`)."""
+    """Run one command and return its exit status: 0, 1 after an error, 2 for wrong usage, 130 after Ctrl-C,
+    141 if the output was closed (`pagoda demo | head`)."""
     parser = argparse.ArgumentParser(
-        prog="pagoda", description="The KV-cache memory of an LLM engine, as a library."
+        prog="pagoda", description="KV-cache memory for LLM inference: try it, and plan memory with it."
     )
     parser.add_argument("--version", action="version", version=f"pagoda {__version__}")
     commands = parser.add_subparsers(title="commands", required=True)
-    one = commands.add_parser("generate", help="ask a model one question")
+    one = commands.add_parser("generate", help="answer one prompt")
     talk.configure(one, has_prompt=True)
     one.set_defaults(run=lambda options: talk.generate(options, sys.stdout, sys.stderr))
-    many = commands.add_parser("chat", help="talk to a model")
+    many = commands.add_parser("chat", help="chat with a model in the terminal")
     talk.configure(many, has_prompt=False)
     many.set_defaults(run=lambda options: talk.chat(options, sys.stdin, sys.stdout))
-    tour = commands.add_parser("demo", help="a tour: what a cache saves a real model; also pool and tree")
+    tour = commands.add_parser("demo", help="show the cache at work: a real model, the pool, the tree")
     tour.add_argument(
-        "part", nargs="?", choices=list(demo.PARTS), help="one part of it; talk, if none is named"
+        "part",
+        nargs="?",
+        choices=list(demo.PARTS),
+        help="talk: a real model with and without the cache (default); pool: pages of running requests; "
+        "tree: how prefixes are shared and evicted",
     )
-    tour.add_argument("--device", default="cpu", help="where model and pool lie: cpu (the default) or cuda")
+    tour.add_argument(
+        "--device", default="cpu", help="device of the model and the pool: cpu or cuda (default: cpu)"
+    )
     tour.set_defaults(run=lambda options: demo.run(options.part, options.device, sys.stdout))
-    sizes = commands.add_parser("plan", help="what a model's cache takes, and what fits into memory")
+    sizes = commands.add_parser(
+        "plan", help="how much memory a model's cache needs, and how many requests fit"
+    )
     plan.configure(sizes)
     sizes.set_defaults(run=lambda options: plan.run(options, sys.stdout))
     options = parser.parse_args(arguments)
@@ -48,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The interpreter flushes once more at its end, and would complain.
+        # The interpreter flushes stdout again when it exits, which would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return 0

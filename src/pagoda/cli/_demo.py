@@ -1,4 +1,4 @@
-"""`pagoda demo`: tours in the terminal. In: which, a device, a stream; out: text that ends by itself."""
+"""`pagoda demo`: tours in the terminal. In: the name of a tour, a device, a stream; out: text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PARTS", "run"]
 
 def _talk(pen: Pen, device: str) -> None:
     try:
-        from pagoda.cli._tours import talk  # late: transformers takes seconds, and may not be there
+        from pagoda.cli._tours import talk  # late: transformers takes seconds and may not be installed
     except ConfigError as missing:
         raise MissingError(str(missing)) from missing
     talk.run(pen, device)
@@ -32,16 +32,17 @@ def _tree(pen: Pen, device: str) -> None:
 
 
 PARTS: dict[str, Callable[[Pen, str], None]] = {
-    "talk": _talk,  # a real model, with a cache and without
+    "talk": _talk,  # a real model, with and without a cache
     "pool": _pool,  # ids, tables, tensors
     "tree": _tree,  # what is already computed
 }
 
 
 def run(part: str | None, device: str, out: TextIO) -> None:
-    """One tour; `talk` if none is named, and where there is no model for it, the others.
+    """Run one tour. Without `part`, run `talk`, or the other tours if its model is missing.
 
-    Errors: ConfigError for a device, MissingError where `talk` itself was asked for."""
+    Errors: ConfigError for an unavailable device, MissingError if `talk` was named but its model is
+    missing."""
     pen = Pen(out)
     if part is not None:
         PARTS[part](pen, device)
@@ -49,7 +50,7 @@ def run(part: str | None, device: str, out: TextIO) -> None:
     try:
         _talk(pen, device)
     except MissingError as missing:
-        pen.say(pen.wrap(f"There is no model to talk to. {missing}"))
-        pen.say("\nHere are the tours that need none: the pool and the tree.")
+        pen.say(pen.wrap(f"The tour with a real model is not available. {missing}"))
+        pen.say("\nHere are the tours that do not need a model: the pool and the tree.")
         for name in ("pool", "tree"):
             PARTS[name](pen, device)

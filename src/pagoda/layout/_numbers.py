@@ -56,7 +56,7 @@ def count(value: Any, name: str, low: int = 1) -> int:
     """Return `value` as an int of at least `low` for something to be built. Errors: ConfigError."""
     size = integer(value, name, low, ConfigError)
     if size > LARGEST:
-        raise ConfigError(f"{name}: give {LARGEST} or less: this is more than any memory can hold")
+        raise ConfigError(f"{name}: give 2^62 or less")
     return size
 
 
@@ -72,7 +72,7 @@ def exact(value: Any, name: str) -> Fraction:
     if given < 0:
         raise ConfigError(f"{name}: give 0 or more, not {show(value)}")
     if given > LARGEST:
-        raise ConfigError(f"{name}: give {LARGEST} or less: this is more than any memory can hold")
+        raise ConfigError(f"{name}: give 2^62 or less")
     return given
 
 

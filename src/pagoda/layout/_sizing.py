@@ -91,7 +91,7 @@ def divide(groups: Groups, memory: int | str, mix: Mix, running: Running) -> Bud
         longest = max(weights)
         raise ConfigError(
             f"memory: a request of {longest:,} tokens needs {show_bytes(least)} of cache ({least:,} B), "
-            f"but there are only {show_bytes(memory_bytes)}: give more memory or shorter requests"
+            f"but only {show_bytes(memory_bytes)} are available: give more memory or shorter requests"
         )
 
     def fits(requests: Fraction) -> bool:

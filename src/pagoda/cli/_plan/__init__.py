@@ -1,40 +1,39 @@
-"""`pagoda plan`: what a model's cache takes, and what fits into memory. In: arguments, a stream; out:
-tables, or with ``--json`` one object.
+"""`pagoda plan`: how much memory a model's cache needs, and how many requests fit. In: arguments, a stream;
+out: tables, or with ``--json`` one object.
 
-The object, in plain numbers; what is no whole number has six decimals, rounded down::
+Numbers of the object are integers, or have six decimals, rounded down::
 
-    config, model           what was asked for; what the model is called
-    layers, ranks           of the model; over which its heads are divided. All sizes are those of one rank
-    dtypes                  {kv, index, state}: what is stored in which dtypes, by torch's names
+    config, model           CONFIG as given; the name of the model
+    layers, ranks           number of layers; number of tensor-parallel ranks. All sizes are those of one rank
+    dtypes                  {kv, index, state}: lists of torch dtype names
     model_context           the longest context the model was made for, or null
-    context, context_from   tokens of the requests below; "given", "model" or "default"
-    groups                  [{name, layers, unit ("page" or "row"), window, sink_tokens, ratio, page_tokens,
-                            unit_bytes, token_bytes, request_units, request_bytes, copies}]: what layers of
-                            one geometry keep. Where a field says nothing about a group it is null. request_…
-                            is the most that a request of `context` tokens holds; copies is how often all
-                            ranks together keep what one alone would
-    token_bytes             what one more token costs for good; windows and states do not grow
-    request_bytes           the sum of the groups'
-    resume_step             requests resume at multiples of so many tokens
+    context, context_from   length of a request in tokens; "given", "model" or "default"
+    groups                  [{name, layers, unit ("page" or "state"), window, sink_tokens, ratio, page_tokens,
+                            unit_bytes, token_bytes, request_units, request_bytes, copies}]; fields that do
+                            not apply are null. request_units and request_bytes are the most that a request
+                            of `context` tokens holds; copies is the total of all ranks divided by what a
+                            single rank would keep
+    token_bytes             bytes per token of the groups that keep every token
+    request_bytes           the sum of request_bytes over all groups
+    resume_step             requests resume at multiples of this many tokens
     state_bytes, checkpoint_bytes
-                            a request's row of states; what of it a checkpoint needs, though memory is
-                            divided as if it took a whole row; null without
+                            bytes of a request's state; bytes of it that a checkpoint needs, although it
+                            takes a whole state of the budget. Both are null if there are no states
     budget                  null without --memory, else:
         memory_bytes, weights_bytes, cache_bytes    of one rank; weights_bytes is null if not given
         mix                 [{tokens, share}]: the lengths for which memory is divided
-        chunk, checkpoints, in_flight  as given
-        shares              [{group, unit, units, bytes, percent}]: units may be handed out; bytes have one
-                            more, for padding
-        spare_bytes         what no whole page or row was left for
-        tokens              that fit in all, or null where no group keeps every token
-        requests, requests_float                    of the mix at once: whole, and with a fraction of one
-        context_requests, context_requests_float    the same if all were of `context` tokens
-        longest_request     tokens of the longest request that fits alone; null if any does
-        more_bytes, more_tokens, more_requests      what so many more bytes buy: tokens of the mix (null as
-                            above), requests of `context` tokens
+        chunk, checkpoints, in_flight               as given
+        shares              [{group, unit, units, bytes, percent}]; bytes include one more unit for padding
+        spare_bytes         too few for another page or state
+        tokens              that fit in total; null if no group keeps every token
+        requests, requests_float                    requests of the mix at once, as an integer and a fraction
+        context_requests, context_requests_float    the same if all requests had `context` tokens
+        longest_request     length of the longest request that fits alone; null if any length fits
+        more_bytes, more_tokens, more_requests      what more_bytes of additional memory add: tokens of the
+                            mix (or null), requests of `context` tokens
 
 Without CONFIG: ``{"models": [{name, layers, groups: {name: layers}, token_bytes, window_bytes, state_bytes,
-context}]}``; window_bytes is what full windows of a request take, with whole pages.
+context}]}``; window_bytes is the size of a request's full windows, in whole pages.
 """
 
 from __future__ import annotations
@@ -53,37 +52,37 @@ __all__ = ["configure", "run"]
 
 EXAMPLES = """\
 examples:
-  pagoda plan                                             the models whose configs come with Pagoda
-  pagoda plan llama-3.1-8b                                sizes only
+  pagoda plan                                             list the models that come with Pagoda
+  pagoda plan llama-3.1-8b                                show sizes only
   pagoda plan llama-3.1-8b --memory 80GiB --weights 16GiB --context 32k
   pagoda plan ./my-model --memory 141GB --tp 8 --kv-dtype fp8 --mix 2k:3,32k:1 --json
 
-GiB and a bare G are 2^30 bytes, GB is 10^9; k of tokens is 1,024, M is 1,024k.
+G and GiB are 2^30 bytes, GB is 10^9 bytes; k is 1,024 tokens, M is 1,024k tokens.
 """
-# Options that mean something only where memory is divided.
+# Options that need --memory.
 DIVISION = ("weights", "mix", "chunk", "checkpoints", "in-flight")
-# Each with its value and what it means. All are read later, as text: their errors are ours.
+# Each option with its value and help. Values are parsed later, so that their errors are ConfigErrors.
 OPTIONS = {
-    "--memory BYTES": "memory of one rank for the cache, such as 80GiB; the weights are not counted unless "
-    "--weights says what they take of it",
-    "--weights BYTES": "the weights of one rank: taken off --memory",
-    "--context TOKENS": "how long requests are, such as 128k; left out, the model's limit, or 8k without one",
-    "--tp N": "plan one of N tensor-parallel ranks (left out: 1)",
-    "--kv-dtype DTYPE": "what keys and values are stored in: bf16, fp16, fp32, fp8, fp8_e5m2, for latent "
-    "attention fp8_ds_mla; left out, the model's own",
-    "--index-dtype DTYPE": "what indexer keys are stored in: fp8 (left out), fp4, bf16, ...",
-    "--state-dtype DTYPE": "what recurrent states are stored in: bf16, fp16, fp32; left out, as the config "
-    "says, or fp32",
-    "--unaccepted N": "tokens written before they are accepted, which makes rings longer (left out: 1)",
-    "--page-tokens TOKENS": "tokens of a page, in all groups that have pages; left out, 16, for latent "
-    "attention 64, for compressed attention 128",
-    "--mix TOKENS:WEIGHT,...": "lengths of requests with their weights, for which memory is divided: "
-    "2k:3,32k:1 is three short ones for each long one; left out, all are as long as --context",
-    "--checkpoints N": "states kept a request besides its own, each in a whole row (left out: 0)",
-    "--chunk TOKENS": "tokens of prefill per step, which windows hold besides (left out: 1)",
-    "--in-flight STEPS": "steps that an engine begins before the results of one are there: windows hold what "
-    "these read and write (left out: 0)",
-    "--like TYPE": "read a config of unknown model_type as one of this type, such as llama",
+    "--memory BYTES": "memory of one rank for the cache, such as 80GiB; use --weights if it also has to hold "
+    "the weights",
+    "--weights BYTES": "weights of one rank, subtracted from --memory",
+    "--context TOKENS": "length of a request, such as 128k (default: the model's limit, or 8k if it has none)",
+    "--tp N": "plan one of N tensor-parallel ranks (default: 1)",
+    "--kv-dtype DTYPE": "dtype of keys and values: bf16, fp16, fp32, fp8, fp8_e5m2, or for latent attention "
+    "fp8_ds_mla (default: the model's)",
+    "--index-dtype DTYPE": "dtype of indexer keys: fp8, fp4, bf16, ... (default: fp8)",
+    "--state-dtype DTYPE": "dtype of recurrent states: bf16, fp16, fp32 (default: the config's, or fp32)",
+    "--unaccepted N": "tokens written before they are accepted, for speculative decoding; makes ring windows "
+    "longer (default: 1)",
+    "--page-tokens TOKENS": "tokens per page, in all groups (default: 16; latent attention 64, compressed "
+    "attention 128)",
+    "--mix TOKENS:WEIGHT,...": "lengths of requests and their weights: 2k:3,32k:1 means three short requests "
+    "for each long one (default: all are as long as --context)",
+    "--checkpoints N": "checkpoints kept per request; each takes as much memory as a state (default: 0)",
+    "--chunk TOKENS": "tokens of prefill per step; windows need more pages for them (default: 1)",
+    "--in-flight STEPS": "steps that an engine starts before it has the results of the first; windows need "
+    "more pages for them (default: 0)",
+    "--like TYPE": "read a config with an unknown model_type as this type, such as llama",
 }
 
 
@@ -91,30 +90,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of the command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "What every layer of a model keeps, what a request takes, and how many fit into memory."
+        "Show what a model's layers store, how much memory a request needs, and how many requests fit."
     )
     parser.epilog = EXAMPLES
     parser.add_argument(
         "config",
         metavar="CONFIG",
         nargs="?",
-        help="a model that comes with Pagoda, by name, or the path of a config.json or of its folder; "
-        "left out, the models are listed",
+        help="name of a model that comes with Pagoda, or path of a config.json or its folder "
+        "(default: list the models)",
     )
     for option, meaning in OPTIONS.items():
         name, _, value = option.partition(" ")
         parser.add_argument(name, metavar=value, help=meaning)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead, with all numbers")
+    parser.add_argument("--json", action="store_true", help="print all numbers as one JSON object")
 
 
 def run(options: argparse.Namespace, out: TextIO) -> None:
-    """Plan one model, or list those there are. Errors: ConfigError, before anything is written."""
+    """Plan one model, or list the models. Errors: ConfigError, before anything is written."""
     given = [name for name in map(_name, OPTIONS) if getattr(options, name.replace("-", "_")) is not None]
     if options.config is None:
         if given:
             raise ConfigError(
                 f"--{given[0]}: name a model, or give the path of its config.json; "
-                f"`pagoda plan` alone lists the models that come with Pagoda"
+                f"`pagoda plan` without arguments lists the models that come with Pagoda"
             )
         models = figures.models()
         if options.json:
@@ -125,7 +124,7 @@ def run(options: argparse.Namespace, out: TextIO) -> None:
     asked, division = Asked.read(options), Division.read(options)
     for name in given:
         if division is None and name in DIVISION:
-            raise ConfigError(f"--{name}: give --memory too: it is for dividing it")
+            raise ConfigError(f"--{name}: give --memory too: this option has no effect without it")
     plan = figures.plan(asked, division)
     if options.json:
         _write_json(plan_record(plan), out)

@@ -1,5 +1,5 @@
-"""What was asked for. In: arguments as they were typed; out: checked values and a Layout, or a ConfigError of
-one line that names the option."""
+"""Reads the command line. In: arguments as text; out: validated values and a Layout, or a ConfigError of one
+line that names the option."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ __all__ = ["Asked", "Division", "visible"]
 
 _WEIGHT = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?", re.ASCII)
 _COUNT = re.compile(r"[0-9]{1,40}", re.ASCII)
-# What from_hf's errors begin with, and the options they are about.
+# How errors of from_hf begin, and the options that they refer to.
 _OPTIONS = {f"{name}:": f"--{name.replace('_', '-')}:" for name in ("like", "kv_dtype", "index_dtype")}
 _OPTIONS |= {"state_dtype:": "--state-dtype:", "page_tokens ": "--page-tokens "}
 
 
 def visible(text: str, columns: int) -> str:
-    """Text from files and arguments that stays on its line and moves no cursor."""
+    """Return text from a file or argument with control characters escaped, clipped to so many columns."""
     return clip("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: columns + 1]), columns)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A model, how it is stored (from_hf's arguments), over how many ranks; `context` is None where nobody
-    said."""
+    """A model, the arguments of `from_hf`, and the number of ranks; `context` is None if not given."""
 
     config: str
     stored: Mapping[str, Any]
@@ -43,7 +42,7 @@ class Asked:
 
     @staticmethod
     def read(options: argparse.Namespace) -> Asked:
-        """From parsed arguments. Errors: ConfigError."""
+        """Validate parsed arguments. Errors: ConfigError."""
         page_tokens, context = options.page_tokens, options.context
         stored = {
             "kv_dtype": options.kv_dtype,
@@ -61,7 +60,7 @@ class Asked:
         )
 
     def whole(self) -> Layout:
-        """The layout of all ranks together. Errors: ConfigError."""
+        """Return the layout of the whole model. Errors: ConfigError."""
         is_shipped = self.config in model_names()
         if not is_shipped and not os.path.exists(self.config):
             raise ConfigError(_no_such(self.config))
@@ -72,7 +71,7 @@ class Asked:
             raise ConfigError(_in_options(str(error))) from None
 
     def one_rank(self, whole: Layout) -> Layout:
-        """The layout of each rank. Errors: ConfigError."""
+        """Return the layout of each rank. Errors: ConfigError."""
         try:
             return whole.shard(self.ranks)
         except ConfigError as error:
@@ -81,7 +80,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Division:
-    """Memory of one rank and what it is divided for; `mix` is None where requests are as long as the
+    """The memory of one rank and how to divide it; `mix` is None if all requests are as long as the
     context."""
 
     memory_bytes: int
@@ -93,7 +92,7 @@ class Division:
 
     @property
     def cache_bytes(self) -> int:
-        """What the weights leave."""
+        """Memory without the weights."""
         return self.memory_bytes - (self.weights_bytes or 0)
 
     @property
@@ -103,15 +102,15 @@ class Division:
 
     @staticmethod
     def read(options: argparse.Namespace) -> Division | None:
-        """From parsed arguments; None without --memory. Errors: ConfigError."""
+        """Validate parsed arguments; return None without --memory. Errors: ConfigError."""
         if options.memory is None:
             return None
         memory_bytes = num_bytes(options.memory, "--memory")
         weights_bytes = None if options.weights is None else num_bytes(options.weights, "--weights")
         if weights_bytes is not None and weights_bytes >= memory_bytes:
             raise ConfigError(
-                f"--weights: {show_bytes(weights_bytes)} leave nothing of {show_bytes(memory_bytes)} for the "
-                f"cache: give more --memory, or the weights of one rank only"
+                f"--weights: {show_bytes(weights_bytes)} of weights leave no room for the cache in "
+                f"{show_bytes(memory_bytes)}: give more --memory, or the weights of one rank only"
             )
         return Division(
             memory_bytes=memory_bytes,
@@ -124,7 +123,7 @@ class Division:
 
 
 def _in_options(message: str) -> str:
-    """What a Layout says about its arguments, by the names that they have here; it may quote a config."""
+    """Return a message of `from_hf` with the names of options instead of arguments; it may quote a config."""
     for argument, option in _OPTIONS.items():
         if message.startswith(argument):
             message = option + message.removeprefix(argument)
@@ -142,13 +141,13 @@ def _count(text: str | None, name: str, low: int, usual: int) -> int:
 
 
 def _mix(text: str) -> dict[int, Fraction]:
-    """Lengths with their weights."""
+    """Return lengths with their weights. Errors: ConfigError."""
     weights: dict[int, Fraction] = {}
     for item in text.split(","):
         length, colon, weight = item.partition(":")
         if colon and not _WEIGHT.fullmatch(weight.strip()):
             raise ConfigError(
-                f"--mix: '{visible(weight, 40)}' is no weight: write lengths with weights, such as 2k:3,32k:1"
+                f"--mix: '{visible(weight, 40)}' is not a weight: write lengths and weights as 2k:3,32k:1"
             )
         share = Fraction(weight.strip()) if colon else Fraction(1)
         tokens = num_tokens(length, "--mix")
@@ -159,11 +158,11 @@ def _mix(text: str) -> dict[int, Fraction]:
 
 
 def _no_such(config: str) -> str:
-    """What is neither a name nor a path, with names like it."""
+    """Return the error for what is neither a name nor a path, with similar names."""
     last = re.split(r"[/\\]", config.rstrip("/\\"))[-1].lower()
     near = difflib.get_close_matches(last[:100], model_names(), n=3, cutoff=0.5)
     guess = f" Did you mean {' or '.join(near)}?" if near else ""
     return (
-        f"CONFIG: there is no model '{visible(config, 60)}' here, and no such file or folder to be "
-        f"read.{guess} `pagoda plan` lists the models; the path of a config.json, or of its folder, works too"
+        f"CONFIG: '{visible(config, 60)}' is neither a model that comes with Pagoda nor a readable file or "
+        f"folder.{guess} `pagoda plan` lists the models; or give the path of a config.json or its folder"
     )

@@ -1,6 +1,6 @@
-"""The figures of a plan. In: what was asked for; out: layouts, a budget, and what they leave to be computed.
+"""The figures of a plan. In: validated arguments; out: layouts, a budget, and figures derived from them.
 
-Fractions are exact here; whoever prints one rounds it down, so that no figure promises more than fits.
+Fractions are exact here. They are rounded down where they are printed, so that no figure promises too much.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pagoda.layout._numbers import show_bytes
 
 __all__ = ["MORE_BYTES", "Divided", "Plan", "dtypes", "fixed_bytes", "models", "plan"]
 
-USUAL_CONTEXT = 8192  # where neither the caller nor the model names one
+USUAL_CONTEXT = 8192  # if neither the caller nor the model specifies one
 MORE_BYTES = 2**30
 
 
 @dataclass(frozen=True)
 class Divided:
-    """Memory, divided for a mix; `requests` is how many would run at once if all were of the context, and
-    `more_…` what MORE_BYTES more buy."""
+    """Memory divided for a mix. `requests` is how many would run at once if all had the length of the
+    context; `more_…` is what MORE_BYTES of additional memory add."""
 
     asked: Division
     mix: Mapping[int, Fraction]
@@ -36,7 +36,7 @@ class Divided:
 
 @dataclass(frozen=True)
 class Plan:
-    """One rank of one model: its layout, that of all ranks together, how long requests are."""
+    """One rank of a model: its layout, the layout of the whole model, the length of requests."""
 
     asked: Asked
     whole: Layout
@@ -45,29 +45,29 @@ class Plan:
     divided: Divided | None
 
     def copies(self, group: PagedGroup | StateGroup) -> Fraction:
-        """How often all ranks together keep what one rank alone would."""
+        """Return what all ranks together keep, divided by what a single rank would keep."""
         layers = set(group.layers)
         alone = [g for g in self.whole.groups if type(g) is type(group) and layers.issuperset(g.layers)]
         return Fraction(self.asked.ranks * group.unit_bytes, sum(each.unit_bytes for each in alone))
 
 
 def models() -> list[Layout]:
-    """The models that come with Pagoda."""
+    """Return the models that come with Pagoda."""
     return [from_hf(model_config(name), name=name) for name in model_names()]
 
 
 def fixed_bytes(layout: Layout) -> tuple[int, int]:
-    """What full windows of a request take, with whole pages, and what its states do."""
+    """Return the bytes of a request's full windows, in whole pages, and of its state."""
     windows = [(group, group.window) for group in layout.paged_groups if group.window is not None]
-    # A window stops growing before two more steps at which requests resume.
+    # A window stops growing at most two resume steps after it is full.
     held = sum(group.peak_units(size + 2 * group.resume_step) * group.page_bytes for group, size in windows)
     return held, 0 if layout.state_group is None else layout.state_group.state_bytes
 
 
 def dtypes(layout: Layout) -> dict[str, list[str]]:
-    """What is stored in which dtypes: keys and values, indexer keys, states."""
+    """Return the dtypes of keys and values, of indexer keys and of states."""
     entries = [entry for group in layout.paged_groups for entry in group.storage.entries]
-    # What a kind keeps besides its values, scales and padding, is no choice of anybody.
+    # Scales are part of a format, not chosen by anyone.
     values = {entry.name: [p.dtype for p in entry.parts if p.name != "scale"] for entry in entries}
     states = layout.state_group.parts if layout.state_group is not None else ()
     return {
@@ -78,7 +78,7 @@ def dtypes(layout: Layout) -> dict[str, list[str]]:
 
 
 def plan(asked: Asked, division: Division | None) -> Plan:
-    """Plan one rank of one model. Errors: ConfigError, also when not one request fits."""
+    """Plan one rank of a model. Errors: ConfigError, also if not even one request fits."""
     whole = asked.whole()
     layout = asked.one_rank(whole)
     context = asked.context or layout.context or USUAL_CONTEXT
@@ -111,13 +111,13 @@ def _divide(layout: Layout, whole: Layout, ranks: int, asked: Division, context:
 
 
 def _unfit(layout: Layout, whole: Layout, ranks: int, asked: Division, length: int) -> str:
-    """Why not one request fits, and what would help."""
+    """Return the error that no request fits, and what would help."""
     least = layout.memory_for(1, length, **asked.running)
     needed, left = f"{show_bytes(least)} of cache", show_bytes(asked.cache_bytes)
-    if left == show_bytes(least):  # a page of padding may be all that is missing
+    if left == show_bytes(least):  # only a page of padding is missing
         needed, left = f"{least:,} B of cache, padding included", f"{asked.cache_bytes:,} B"
     longest = layout.longest_request(asked.cache_bytes, **asked.running)
-    reach = f"the longest that fits has {longest:,} tokens" if longest else "not even one of 1 token fits"
+    reach = f"the longest that fits has {longest:,} tokens" if longest else "not even 1 token fits"
     after = "" if asked.weights_bytes is None else " after the weights"
     ways = ["more --memory"]
     if longest:
@@ -135,13 +135,13 @@ def _unfit(layout: Layout, whole: Layout, ranks: int, asked: Division, length: i
     if any(_is_smaller(whole, ranks * more, layout) for more in (2, 3)):
         ways.append("more --tp ranks")
     return (
-        f"--memory: one request of {length:,} tokens needs {needed}, and there are {left}{after}; {reach}. "
-        f"Ways out: {', '.join(ways)}"
+        f"--memory: one request of {length:,} tokens needs {needed}, but only {left} are available{after}; "
+        f"{reach}. Try {', '.join(ways[:-1]) + ' or ' if len(ways) > 1 else ''}{ways[-1]}"
     )
 
 
 def _is_smaller(whole: Layout, ranks: int, layout: Layout) -> bool:
-    """Whether a rank of so many keeps less: latent attention, for one, is whole on every rank."""
+    """Return whether each of `ranks` ranks would keep less: latent attention is not divided, for example."""
     try:
         return whole.shard(ranks).request_bytes(1) < layout.request_bytes(1)
     except ConfigError:

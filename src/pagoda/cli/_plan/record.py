@@ -1,5 +1,4 @@
-"""A plan for programs to read. In: figures; out: one object of plain numbers, documented in
-`pagoda.cli._plan`."""
+"""A plan as JSON. In: figures; out: one object, documented in `pagoda.cli._plan`."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ __all__ = ["model_record", "plan_record"]
 
 
 def model_record(layout: Layout) -> dict[str, Any]:
-    """A model of the list."""
+    """Return one model of the list."""
     window_bytes, state_bytes = fixed_bytes(layout)
     return {
         "name": layout.name,
@@ -28,7 +27,7 @@ def model_record(layout: Layout) -> dict[str, Any]:
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """All figures of one model on one rank."""
+    """Return all figures of one rank of a model."""
     layout, states = plan.layout, plan.layout.state_group
     return {
         "config": plan.asked.config,
@@ -51,17 +50,17 @@ def plan_record(plan: Plan) -> dict[str, Any]:
 
 def _group(group: PagedGroup | StateGroup, plan: Plan) -> dict[str, Any]:
     units = group.peak_units(plan.context)
-    pages = group if isinstance(group, PagedGroup) else None
+    paged = group if isinstance(group, PagedGroup) else None
     return {
         "name": group.name,
         "layers": len(group.layers),
-        "unit": "page" if pages else "row",
-        "window": pages and pages.window,
-        "sink_tokens": pages and pages.storage.sink_tokens,
-        "ratio": pages and pages.storage.ratio,
-        "page_tokens": pages and pages.page_tokens,
+        "unit": "page" if paged else "state",
+        "window": paged and paged.window,
+        "sink_tokens": paged and paged.storage.sink_tokens,
+        "ratio": paged and paged.storage.ratio,
+        "page_tokens": paged and paged.page_tokens,
         "unit_bytes": group.unit_bytes,
-        "token_bytes": pages and _plain(pages.token_bytes),
+        "token_bytes": paged and _plain(paged.token_bytes),
         "request_units": units,
         "request_bytes": units * group.unit_bytes,
         "copies": _plain(plan.copies(group)),
@@ -81,7 +80,7 @@ def _budget(divided: Divided) -> dict[str, Any]:
         "shares": [
             {
                 "group": share.group.name,
-                "unit": "page" if isinstance(share.group, PagedGroup) else "row",
+                "unit": "page" if isinstance(share.group, PagedGroup) else "state",
                 "units": share.num_units,
                 "bytes": share.num_bytes,
                 "percent": round(100 * share.num_bytes / asked.cache_bytes, 1),
@@ -102,5 +101,5 @@ def _budget(divided: Divided) -> dict[str, Any]:
 
 
 def _plain(number: Fraction) -> int | float:
-    """An integer, or a number with six decimals, rounded down."""
+    """Return an integer, or a float with six decimals, rounded down."""
     return number.numerator if number.denominator == 1 else math.floor(number * 10**6) / 10**6

@@ -1,4 +1,4 @@
-"""A plan for people to read. In: figures, a pen; out: tables of at most 100 columns."""
+"""A plan as text. In: figures, a pen; out: tables of at most 100 columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagoda.tree._labels import clip, columns_of
 __all__ = ["write_models", "write_plan"]
 
 BOLD, DIM, CYAN = "1", "2", "36"
-TABLE = 97  # columns, 100 with the margin; a narrower terminal continues lines below: figures are not cut
+TABLE = 97  # columns, 100 with the margin; a narrower terminal wraps lines, so that no figure is cut
 NOTHING = "–"
 BAR = 20  # columns of a full share
 MIX = 4  # lengths of a mix that are spelled out
@@ -27,7 +27,7 @@ Fact = tuple[str, str]
 
 @dataclass(frozen=True)
 class Zone:
-    """Columns that stand together under one caption; those in `left` begin with a word."""
+    """Columns under one caption; those in `left` are aligned to the left."""
 
     caption: str
     titles: Sequence[str]
@@ -35,7 +35,7 @@ class Zone:
 
 
 def write_models(models: Sequence[Layout], pen: Pen) -> None:
-    """The list of models, and how to go on."""
+    """Write the list of models, and what to try next."""
     zones = [
         Zone("", ["model", "groups × layers"], ["model", "groups × layers"]),
         Zone("", ["bytes per token", "fixed per request", "context"]),
@@ -55,25 +55,28 @@ def write_models(models: Sequence[Layout], pen: Pen) -> None:
     _write_table(zones, rows, [], pen)
     pen.say()
     facts = [
-        ("per token", "what one more token costs for good, in the model's own dtype, on one rank"),
-        ("fixed", "full windows and states: what a long request takes besides, however long"),
+        ("per token", "in all layers that keep every token, in the model's dtype, on one rank"),
+        (
+            "fixed",
+            "full windows and states: additional memory per request that does not grow with its length",
+        ),
         ("sizes", "pagoda plan llama-3.1-8b"),
         ("what fits", "pagoda plan llama-3.1-8b --memory 80GiB --weights 16GiB --context 32k"),
-        ("your own", "pagoda plan path/of/config.json, or of the folder it lies in"),
-        ("more", "pagoda plan --help"),
+        ("your own", "pagoda plan path/to/config.json, or the path of its folder"),
+        ("help", "pagoda plan --help"),
     ]
     _write_facts(facts, pen)
 
 
 def write_plan(plan: Plan, pen: Pen) -> None:
-    """Sizes of all groups, what a request takes, and where there is memory how it is divided."""
+    """Write the sizes of all groups, what a request needs and, given memory, how it is divided."""
     layout, context = plan.layout, plan.context
     pen.say(pen.paint(BOLD, _headline(plan, TABLE)))
     pen.say()
     zones = [
         Zone("", ["group", "layers", "keeps"], ["group", "keeps"]),
-        Zone("a page or row", ["tokens", "bytes", "per token"]),
-        Zone(f"a request at {show_tokens(context)}", ["pages", "bytes"]),
+        Zone("page or state", ["tokens", "bytes", "per token"]),
+        Zone(f"request of {_length(context)}", ["pages", "bytes"]),
     ]
     rows = [
         [
@@ -83,7 +86,7 @@ def write_plan(plan: Plan, pen: Pen) -> None:
             f"{group.page_tokens:,}" if isinstance(group, PagedGroup) else NOTHING,
             show_bytes(group.unit_bytes),
             _token(group),
-            f"{group.peak_units(context):,}" if isinstance(group, PagedGroup) else "1 row",
+            f"{group.peak_units(context):,}" if isinstance(group, PagedGroup) else "1 state",
             show_bytes(group.peak_units(context) * group.unit_bytes),
         ]
         for group in layout.groups
@@ -113,7 +116,7 @@ def _headline(plan: Plan, columns: int) -> str:
 
 def _lifetime(group: PagedGroup | StateGroup) -> str:
     if isinstance(group, StateGroup):
-        return "one row per request"
+        return "one state per request"
     if group.window is not None:
         first = f" + first {group.storage.sink_tokens:,}" if group.storage.sink_tokens else ""
         return f"last {_tokens_or_one(group.window)}{first}"
@@ -121,7 +124,7 @@ def _lifetime(group: PagedGroup | StateGroup) -> str:
 
 
 def _token(group: PagedGroup | StateGroup) -> str:
-    """What a token adds; in parentheses what a window gives back, so that nobody adds it up."""
+    """Return the bytes per token; in parentheses for windows, which do not count towards the total."""
     if isinstance(group, StateGroup):
         return NOTHING
     size = show_bytes(group.token_bytes)
@@ -129,30 +132,30 @@ def _token(group: PagedGroup | StateGroup) -> str:
 
 
 def _sizes(plan: Plan) -> list[Fact]:
-    layout, at = plan.layout, show_tokens(plan.context)
-    source = "because the model names no limit" if layout.context is None else "the model's own limit"
-    context = f"{at} tokens, {'as given' if plan.asked.context else source}"
+    layout, length = plan.layout, _length(plan.context)
+    source = "the default: the model has no limit" if layout.context is None else "the model's limit"
+    context = f"{length}, {'as given' if plan.asked.context else source}"
     if layout.context is not None and plan.context > layout.context:
         context += f"; the model was made for {show_tokens(layout.context)}"
     has_windows, states = any(group.window for group in layout.paged_groups), layout.state_group
-    token = f"{show_bytes(layout.token_bytes)} for good" if layout.token_bytes else "nothing for good"
+    token = show_bytes(layout.token_bytes)
     if has_windows or states:
-        token += ": windows and states do not grow"
+        token += "; windows and states do not grow with the length"
     if has_windows:
-        token += "; in parentheses: until a window is full"
+        token += " (in parentheses: until the window is full)"
     step = layout.resume_step
-    resume = "at any length" if step == 1 else f"at multiples of {show_tokens(step)} tokens"
+    reuse = "at any length" if step == 1 else f"in multiples of {show_tokens(step)} tokens"
     facts = [
         ("context", context),
-        ("one token", token),
-        ("one request", f"{show_bytes(layout.request_bytes(plan.context))} at {at}"),
-        ("resume", f"requests resume {resume}" + (", where a checkpoint was taken" if states else "")),
+        ("per token", token),
+        ("per request", f"{show_bytes(layout.request_bytes(plan.context))} for {length}"),
+        ("reuse", f"cached prefixes are reused {reuse}" + (", up to a checkpoint" if states else "")),
     ]
     if states:
-        row = show_bytes(states.state_bytes)
-        needs = f"{show_bytes(states.checkpoint_bytes)} of a row of {row}"
-        needs = f"all of a row, {row}" if states.checkpoint_bytes == states.state_bytes else needs
-        facts.append(("checkpoint", f"needs {needs}; each takes a whole row, for it lies in one"))
+        state = show_bytes(states.state_bytes)
+        needs = f"needs {show_bytes(states.checkpoint_bytes)}, but takes a whole state, {state}"
+        whole = f"takes a whole state, {state}"
+        facts.append(("checkpoint", whole if states.checkpoint_bytes == states.state_bytes else needs))
     stored = dtypes(layout)
     if stored["index"]:
         facts.append(("indexer", f"keys in {' + '.join(stored['index'])}"))
@@ -164,9 +167,9 @@ def _sizes(plan: Plan) -> list[Fact]:
 def _kept(group: PagedGroup | StateGroup, plan: Plan) -> str:
     copies, ranks = plan.copies(group), plan.asked.ranks
     if copies == ranks:
-        return f"{group.name}: every rank keeps all of it"
-    times = f"{float(copies):.4g} times what one would"
-    return f"{group.name}: {ranks:,} ranks together keep {times}: some heads are repeated"
+        return f"{group.name}: every rank keeps a full copy"
+    times = f"{float(copies):.4g} times as much as a single rank would"
+    return f"{group.name}: {ranks:,} ranks together keep {times}, because some heads are repeated"
 
 
 def _write_budget(plan: Plan, divided: Divided, pen: Pen) -> None:
@@ -177,7 +180,7 @@ def _write_budget(plan: Plan, divided: Divided, pen: Pen) -> None:
         left = f"{memory} of memory − {weights} of weights = {left}"
     pen.say(pen.paint(BOLD, left + (" on each rank" if plan.asked.ranks > 1 else "")))
     pen.say()
-    zones = [Zone("", ["group", "pages or rows"], ["group"]), Zone("", ["bytes", "share", ""], [""])]
+    zones = [Zone("", ["group", "pages or states"], ["group"]), Zone("", ["bytes", "share", ""], [""])]
     rows = [
         [
             share.group.name,
@@ -195,36 +198,36 @@ def _write_budget(plan: Plan, divided: Divided, pen: Pen) -> None:
 
 def _fits(plan: Plan, divided: Divided) -> list[Fact]:
     asked, budget, layout = divided.asked, divided.budget, plan.layout
-    at = f"at {show_tokens(plan.context)}"
-    at_context = f"{math.floor(divided.requests):,} {at} ({_down(divided.requests, 2)})"
-    fit = "no limit in all: no group keeps every token"
-    facts = [("tokens", fit if budget.num_tokens is None else f"{budget.num_tokens:,} fit in all")]
+    length = _length(plan.context)
+    at_context = f"{math.floor(divided.requests):,} of {length} at once ({_down(divided.requests, 2)})"
+    fit = "no limit: no group keeps every token"
+    facts = [("tokens", fit if budget.num_tokens is None else f"{budget.num_tokens:,} in total")]
     if list(divided.mix) == [plan.context]:
         facts.append(("requests", at_context))
     else:
         of_mix = f"{budget.num_requests:,} of the mix at once ({_down(budget.requests, 2)})"
         facts.append(("requests", f"{of_mix}: {_mix(divided)}"))
-        facts.append(("requests", f"{at_context} if memory were divided for these"))
-    longest = "a request of any length fits alone"
+        facts.append(("requests", f"{at_context} if memory were divided for this length"))
+    longest = "a single request of any length fits"
     if divided.longest is not None:
-        longest = f"{divided.longest:,} tokens in a request alone"
+        longest = f"a single request of {divided.longest:,} tokens fits"
     if layout.context is not None and (divided.longest is None or divided.longest > layout.context):
         longest += f"; the model was made for {show_tokens(layout.context)}"
     facts.append(("longest", longest))
-    tokens = "" if divided.more_tokens is None else f"{divided.more_tokens:,} tokens, "
-    facts.append(("1 GiB more", f"buys {tokens}{_down(divided.more_requests, 3)} requests {at}"))
-    facts.append(("padding", "one page or row of each group: in its bytes, not in its count"))
+    tokens = "" if divided.more_tokens is None else f"{divided.more_tokens:,} tokens or "
+    facts.append(("1 GiB more", f"adds {tokens}{_down(divided.more_requests, 3)} requests of {length}"))
+    facts.append(("padding", "one more page or state per group, included in its bytes"))
     if asked.checkpoints:
-        kept = "a whole row of states each" if layout.state_group else "costs nothing: no layer keeps a state"
-        facts.append(("checkpoints", f"{asked.checkpoints:,} a request: {kept}"))
+        kept = "a whole state each" if layout.state_group else "no effect: no layer has a state"
+        facts.append(("checkpoints", f"{asked.checkpoints:,} per request: {kept}"))
     has_windows = any(group.window for group in layout.paged_groups)
-    held = "windows hold more pages" if has_windows else "costs nothing: no layer has a window in pages"
+    held = "windows need more pages" if has_windows else "no effect: no layer has a window in pages"
     if asked.chunk > 1:
         facts.append(("chunk", f"{show_tokens(asked.chunk)} tokens of prefill per step: {held}"))
     if asked.in_flight:
         facts.append(("in flight", f"{counted(asked.in_flight, 'step')}: {held}"))
     if asked.weights_bytes is None:
-        facts.append(("weights", "not counted: --weights takes them off the memory"))
+        facts.append(("weights", "not included: --weights subtracts them from --memory"))
     return facts
 
 
@@ -234,9 +237,13 @@ def _mix(divided: Divided) -> str:
 
 
 def _down(number: Fraction, decimals: int) -> str:
-    """A number with so many decimals, the rest cut off: no figure promises more than there is."""
+    """Return a number with so many decimals, rounded down, so that no figure promises too much."""
     whole, rest = divmod(math.floor(number * 10**decimals), 10**decimals)
     return f"{whole:,}.{rest:0{decimals}}"
+
+
+def _length(tokens: int) -> str:
+    return f"{show_tokens(tokens)} token{'s' if tokens != 1 else ''}"
 
 
 def _tokens_or_one(number: int) -> str:
@@ -244,7 +251,7 @@ def _tokens_or_one(number: int) -> str:
 
 
 def _write_facts(facts: Sequence[Fact], pen: Pen) -> None:
-    """A line each, or more where it is long: what, then the rest in a column."""
+    """Write a label and a wrapped column of text for each fact."""
     indent = max(len(what) for what, _ in facts) + 2
     for what, rest in facts:
         lines = textwrap.wrap(rest, pen.width - indent)
@@ -256,7 +263,7 @@ def _write_facts(facts: Sequence[Fact], pen: Pen) -> None:
 def _write_table(
     zones: Sequence[Zone], rows: Sequence[Sequence[str]], total: Sequence[str], pen: Pen
 ) -> None:
-    """Columns in zones, with lines between these; a caption over each zone that has one."""
+    """Write columns in zones, with lines between zones, and a caption above each zone that has one."""
     titles = [title for zone in zones for title in zone.titles]
     lefts = [title in zone.left for zone in zones for title in zone.titles]
     table = [titles, *rows, *([total] if total else [])]
