@@ -31,8 +31,8 @@ def test_the_tours_run_to_their_end(part: str, capsys: pytest.CaptureFixture[str
     assert main(["demo", part]) == 0
     text, errors = capsys.readouterr()
     assert (pool_is_toured(text), tree_is_toured(text)) == (part == "pool", part == "tree")
-    assert text.count("Everything ends, and nothing has leaked") == 1
-    assert text.count("Mistakes are caught at the call and change nothing") == 1
+    assert text.count("All requests end, and nothing has leaked") == 1
+    assert text.count("Mistakes raise an error and change nothing") == 1
     assert "\033" not in text  # no colours into a pipe
     assert errors == ""
 
@@ -45,12 +45,12 @@ def test_the_tree_tour_shows_what_it_says(
     steps = re.split(r"\n\d+\. ", capsys.readouterr().out)[1:]
     grown, split, third, locked, running, evicted, demoted, apart, mistakes, ended = steps
     # Three prompts of 16 words, pages of 4: the second shares 12 words with the first, the third 8.
-    assert "0 of 16 tokens are there" in grown
+    assert "0 of 16 tokens are cached" in grown
     assert "16 tokens: 0 protected, 16 evictable · 1 node, 1 leaf" in grown
-    assert "12 of 16 tokens are there, in pages 1-3" in split
+    assert "12 of 16 tokens are cached, in pages 1-3" in split
     assert "20 tokens: 0 protected, 20 evictable · 3 nodes, 2 leaves" in split
     assert '├─ "blue and not green?" ' in split
-    assert "8 of 16 tokens are there, in pages 1-2" in third
+    assert "8 of 16 tokens are cached, in pages 1-2" in third
     assert "28 tokens: 0 protected, 28 evictable · 5 nodes, 3 leaves" in third
     assert "28 tokens: 16 protected, 12 evictable · 5 nodes, 3 leaves, 1 lease" in locked
     assert 'namespace "", held by 1 lease' in locked
@@ -61,16 +61,16 @@ def test_the_tree_tour_shows_what_it_says(
     assert "pages 4, 8-10  16 tokens  1 lease, leaf" in running
     # The coldest leaf had page 5, the next one 6 and 7: it loses its tail.
     before, after = evicted.split("↓")
-    assert "evict(8) gave back pages 5, 7" in after
+    assert "evict(8) returned pages 5, 7" in after
     assert re.search(r'"dark during the night\?" .* leaf, coldest', before)
     assert "dark during the night?" not in after
     assert re.search(r'"How do birds find" +page 6 +4 tokens  leaf, coldest', after)
     before, after = demoted.split("↓")
     assert re.search(r'"Throw this .* leaf, coldest, demoted', before)
     assert "Throw this" not in after
-    assert "0 of 16 tokens are there" in apart
+    assert "0 of 16 tokens are cached" in apart
     assert 'namespace "tenant-b"' in apart
-    assert "drop('tenant-b') gave back pages 5, 7, 11-12" in apart
+    assert "drop('tenant-b') returned pages 5, 7, 11-12" in apart
     for error in ("DoubleFreeError", "NotHeldError", "CapacityError", "OutOfRangeError"):
         assert f": {error}: " in mistakes
     assert "0 nodes, 0 leaves, 0 leases" in ended
@@ -111,7 +111,7 @@ def test_colours_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
 def test_a_stream_without_box_drawing_gets_the_tour_all_the_same():
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     demo.run("tree", "cpu", out)
-    assert b"Everything ends, and nothing has leaked" in out.buffer.getvalue()  # type: ignore[attr-defined]
+    assert b"All requests end, and nothing has leaked" in out.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_device_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]):

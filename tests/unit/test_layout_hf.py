@@ -452,9 +452,8 @@ class TestBadFields:
         ],
     )
     def test_lists_of_the_wrong_length(self, model_type, field, values):
-        with pytest.raises(
-            ConfigError, match=rf"a config of '?{model_type}'?: it has 3 layers but lists the types of {len(values)}"
-        ):
+        lists = f"it has 3 layers but lists the types of {len(values)}"
+        with pytest.raises(ConfigError, match=rf"a config of '?{model_type}'?: {lists}"):
             from_hf({"model_type": model_type, "num_hidden_layers": 3, field: values})
 
     @pytest.mark.parametrize(

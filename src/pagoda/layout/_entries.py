@@ -94,7 +94,7 @@ class Entry:
     """The bytes of one entry in one tensor of a layer: `parts`, one after the other.
 
     With `scales`, a page contains the parts of all its entries, followed by the scales of all its entries.
-    Pages are padded to a multiple of `page_multiple` bytes. Errors: ConfigError for an entry without bytes."""
+    Pages are padded to a multiple of `page_multiple` bytes. Errors: ConfigError if there are no parts."""
 
     name: str
     parts: tuple[TensorSpec, ...]
@@ -145,8 +145,8 @@ def latent(latent_dim: int, rope_dim: int, dtype: str) -> Entry:
 
 
 def latent_fp8(latent_dim: int, rope_dim: int, block: int = 128) -> Entry:
-    """Return the entry of latent attention that FlashMLA's sparse kernels read: fp8 with one float32 scale per
-    `block` values, and the rotated key in bfloat16. 656 B for 512 + 64 values. Errors: ConfigError."""
+    """Return the entry of latent attention that FlashMLA's sparse kernels read: fp8 with one float32 scale
+    per `block` values, and the rotated key in bfloat16. 656 B for 512 + 64 values. Errors: ConfigError."""
     if count(latent_dim, "latent_dim") % count(block, "block"):
         raise ConfigError(f"latent_dim: {latent_dim} is not a multiple of {block}, the values per scale")
     return Entry(

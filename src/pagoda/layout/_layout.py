@@ -153,7 +153,7 @@ class Layout:
 
     def request_bytes(self, length: int, step: int = 1, in_flight: int = 0) -> int:
         """Return the most bytes that a request holds while it grows to `length` tokens by at most `step` per
-        step, with `in_flight` steps in flight (see `divide`): whole pages and a state. Errors: ConfigError."""
+        step, with `in_flight` steps in flight (see `divide`): its pages and state. Errors: ConfigError."""
         return sum(group.peak_units(length, step, in_flight) * group.unit_bytes for group in self._groups)
 
     @cached_property

@@ -2,8 +2,8 @@
 
     model, tokenizer = pagoda.models.load()
 
-`load` reads "smollm2" or any folder in the form of Hugging Face; `smollm2` fetches and converts that model
-once, and keeps it in `cache_folder()`. Needs transformers: pip install 'pagoda-kv[hf]'.
+`load` loads "smollm2" or any Hugging Face folder; `smollm2` downloads and converts that model once, into
+`cache_folder()`. Needs transformers: pip install 'pagoda-kv[hf]'.
 """
 
 from pagoda.errors import ConfigError as _ConfigError

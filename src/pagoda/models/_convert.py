@@ -1,4 +1,4 @@
-"""From GGUF to a Hugging Face folder. In: a GGUF file of a Llama with SmolLM2's tokenizer; out: config,
+"""Converts GGUF to a Hugging Face folder. In: a GGUF file of a Llama with SmolLM2's tokenizer; out: config,
 float32 weights and tokenizer, as transformers reads them."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenizers.models import BPE
 
 __all__ = ["convert"]
 
-# GGUF's names of a layer's tensors, and those of transformers.
+# Names of a layer's tensors in GGUF and in transformers.
 LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -29,11 +29,11 @@ LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-CONTROL = 3  # GGUF's type of a token that text cannot spell
+CONTROL = 3  # GGUF's type of control tokens
 
 
 def convert(gguf_path: Path, into: Path) -> None:
-    """Writes config, weights and tokenizer as transformers reads them. Cost: some 5 s, most of it reading."""
+    """Write config, weights and tokenizer as transformers reads them. Takes some 5 s, most of it reading."""
     import gguf
 
     reader: Any = gguf.GGUFReader(gguf_path)
@@ -54,7 +54,7 @@ def convert(gguf_path: Path, into: Path) -> None:
         num_attention_heads=field("llama.attention.head_count"),
         num_key_value_heads=field("llama.attention.head_count_kv"),
         max_position_embeddings=field("llama.context_length"),
-        rms_norm_eps=1e-5,  # GGUF has its float32 neighbour
+        rms_norm_eps=1e-5,  # GGUF has it rounded to float32
         rope_parameters={"rope_type": "default", "rope_theta": field("llama.rope.freq_base")},
         tie_word_embeddings=True,
         dtype="float32",
@@ -70,12 +70,12 @@ def convert(gguf_path: Path, into: Path) -> None:
     try:
         save_file(weights, into / "model.safetensors", metadata={"format": "pt"})
     except SafetensorError as error:
-        # It has no number of its own for a full disk.
+        # safetensors has no error code for a full disk.
         raise OSError(errno.ENOSPC if "os error 28" in str(error) else errno.EIO, str(error)) from error
 
 
 def _name(name: str) -> str:
-    """transformers' name of a tensor."""
+    """Return transformers' name of a tensor."""
     if name.startswith("blk."):
         _, layer, part, _ = name.split(".")
         return f"model.layers.{layer}.{LAYER[part]}.weight"
@@ -83,8 +83,8 @@ def _name(name: str) -> str:
 
 
 def _rotated(name: str, values: npt.NDArray[np.float32], config: Any) -> npt.NDArray[np.float32]:
-    """Rows of queries and keys as transformers rotates them, a head's first half with its second; in GGUF the
-    two stand side by side."""
+    """Reorder the weights of queries and keys: transformers rotates the first half of a head with the second,
+    GGUF rotates neighbours."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(
         name.split(".")[-2]
     )
@@ -95,7 +95,7 @@ def _rotated(name: str, values: npt.NDArray[np.float32], config: Any) -> npt.NDA
 
 
 def _tokenizer(field: Any, ends: dict[str, int]) -> Any:
-    """The tokenizer: byte pairs, digits one by one (that is what `tokenizer.ggml.pre` = smollm means)."""
+    """Return the tokenizer: byte pairs, with single digits, as `tokenizer.ggml.pre` = smollm specifies."""
     tokens: list[str] = field("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges")]
     pairs = Tokenizer(BPE({token: id for id, token in enumerate(tokens)}, merges))

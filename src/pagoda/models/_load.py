@@ -1,4 +1,4 @@
-"""Loading. In: a name or a folder; out: a model that is ready to generate, and its tokenizer."""
+"""Loads models. In: a name or a folder; out: a model that is ready to generate, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def load(
     dtype: str | torch.dtype = "float32",
     device: str | torch.device | None = None,
 ) -> tuple[Any, Any]:
-    """A model, ready to generate, and its tokenizer: "smollm2", or any folder in the form of Hugging Face.
+    """Load "smollm2" or a Hugging Face folder, and return the model, ready to generate, and its tokenizer.
 
-    A folder is read and nothing else: no network, no code of its own. `dtype` is that of the weights in
-    memory, "auto" the one they are kept in; `device` is CUDA where there is one. Cost: 1 s for smollm2 once
-    it is here. Errors: ConfigError, MissingError.
+    Folders are loaded without network access and without running code from them. `dtype` is the dtype of the
+    weights in memory, "auto" that of the file; `device` defaults to CUDA if available. Loading smollm2 takes
+    1 s once it is downloaded. Errors: ConfigError, MissingError.
     """
     if not isinstance(dtype, torch.dtype) and dtype not in DTYPES:
         raise ConfigError(f"dtype: give one of {', '.join(DTYPES)}, not {show(dtype)}")
@@ -41,10 +41,10 @@ def load(
         raise ConfigError(f"model: give 'smollm2' or a folder, not {type(name_or_folder).__name__}")
     folder = smollm2() if name_or_folder == "smollm2" else Path(os.path.expanduser(name_or_folder))
     if not (folder / "config.json").is_file():
-        what = "has no config.json" if folder.is_dir() else "is no folder"
+        what = "has no config.json" if folder.is_dir() else "is not a folder"
         raise ConfigError(
-            f"model: {show(folder, 200)} {what}: give 'smollm2', or the folder of a model, with config.json, "
-            "weights and a tokenizer"
+            f"model: {show(folder, 200)} {what}: give 'smollm2', or a folder with config.json, weights and "
+            "tokenizer"
         )
     with _no_progress():
         try:
@@ -54,7 +54,7 @@ def load(
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # whatever it is: it is about what lies in the folder
+        except Exception as error:  # any error here is about the contents of the folder
             told = " ".join(str(error).split())[:300]
             raise ConfigError(
                 f"model: transformers {transformers.__version__} cannot load {show(folder, 200)}: "
@@ -65,7 +65,7 @@ def load(
 
 @contextmanager
 def _no_progress() -> Iterator[None]:
-    """Loading a model takes less time than reading its progress bar."""
+    """Hide progress bars: loading takes less time than reading them."""
     was_on = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -66,7 +66,7 @@ OPTIONS = {
     "--memory BYTES": "memory of one rank for the cache, such as 80GiB; use --weights if it also has to hold "
     "the weights",
     "--weights BYTES": "weights of one rank, subtracted from --memory",
-    "--context TOKENS": "length of a request, such as 128k (default: the model's limit, or 8k if it has none)",
+    "--context TOKENS": "length of a request, such as 128k (default: the model's limit, or 8k)",
     "--tp N": "plan one of N tensor-parallel ranks (default: 1)",
     "--kv-dtype DTYPE": "dtype of keys and values: bf16, fp16, fp32, fp8, fp8_e5m2, or for latent attention "
     "fp8_ds_mla (default: the model's)",

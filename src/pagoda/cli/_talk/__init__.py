@@ -1,6 +1,7 @@
-"""`pagoda generate` and `pagoda chat`: a real model, with a cache. In: arguments, lines; out: its answers.
+"""`pagoda generate` and `pagoda chat`: a real model with a cache. In: arguments, lines; out: its answers.
 
-What was typed is read before anything is loaded; the other files need transformers, and come late."""
+Arguments are validated before anything is loaded. The other modules of this folder need transformers and are
+imported late."""
 
 from __future__ import annotations
 
@@ -20,36 +21,38 @@ if TYPE_CHECKING:
 
 __all__ = ["chat", "configure", "generate"]
 
-# Each with its value, what it is if left out, and what it means. All are read later: their errors are ours.
+# Each option with its value, its default and its help. Values are parsed later, so that their errors are
+# ConfigErrors.
 OPTIONS: dict[str, tuple[str | None, str]] = {
     "--model FOLDER": (
         "smollm2",
-        "the folder of a Hugging Face model; left out, SmolLM2-135M-Instruct, which is fetched once (93 MB)",
+        "folder of a Hugging Face model (default: SmolLM2-135M-Instruct, 93 MB, downloaded once)",
     ),
-    "--memory BYTES": ("1GiB", "memory of the cache, such as 4GiB (left out: 1GiB)"),
-    "--max-tokens N": ("256", "the longest answer (left out: 256)"),
-    "--system TEXT": (None, "what the model is told first"),
-    "--temperature T": ("0", "0, or left out, takes the likeliest token; above, tokens are drawn: try 0.7"),
+    "--memory BYTES": ("1GiB", "memory of the cache, such as 4GiB (default: 1GiB)"),
+    "--max-tokens N": ("256", "maximum length of an answer (default: 256)"),
+    "--system TEXT": (None, "system prompt"),
+    "--temperature T": ("0", "sampling temperature, such as 0.7; 0 takes the most likely token (default: 0)"),
     "--dtype DTYPE": (
         "float32",
-        "of the weights in memory: float32 (left out), bfloat16, float16, or auto: as they are kept",
+        "dtype of the weights in memory: float32, bfloat16, float16, or auto for that of the file "
+        "(default: float32)",
     ),
-    "--device DEVICE": (None, "cpu or cuda; left out, cuda where there is one"),
+    "--device DEVICE": (None, "cpu or cuda (default: cuda if available)"),
 }
 
 
 def configure(parser: argparse.ArgumentParser, *, has_prompt: bool) -> None:
     """Give a parser the arguments of one of the commands."""
     if has_prompt:
-        parser.add_argument("prompt", metavar="PROMPT", help="what is asked")
+        parser.add_argument("prompt", metavar="PROMPT", help="the prompt")
     for option, (usual, meaning) in OPTIONS.items():
         name, _, value = option.partition(" ")
         parser.add_argument(name, metavar=value, default=usual, help=meaning)
-    parser.add_argument("--raw", action="store_true", help="continue plain text: no chat template")
+    parser.add_argument("--raw", action="store_true", help="continue the text without a chat template")
 
 
 def generate(options: argparse.Namespace, out: TextIO, numbers: TextIO) -> None:
-    """Answer one prompt: the answer goes to `out`, a line about it to `numbers`. Errors: PagodaError."""
+    """Answer one prompt: write the answer to `out`, its statistics to `numbers`. Errors: PagodaError."""
     speaker, _ = Asked.read(options).open()
     pen, beside = Pen(out), Pen(numbers)
     answer = speaker.ask([*_system(options), {"role": "user", "content": options.prompt}], pen.live)
@@ -58,21 +61,24 @@ def generate(options: argparse.Namespace, out: TextIO, numbers: TextIO) -> None:
 
 
 def chat(options: argparse.Namespace, source: TextIO, out: TextIO) -> None:
-    """Talk until the lines end. Errors: PagodaError, until the model listens; later ones are only told."""
+    """Chat until the input ends. Errors: PagodaError while the model is loaded; later ones are printed."""
     speaker, cache = Asked.read(options).open()
     from pagoda.cli._talk.conversation import Conversation
 
     if isinstance(source, io.TextIOWrapper):
-        source.reconfigure(errors="replace")  # bytes that are no text are no reason to stop
+        source.reconfigure(errors="replace")  # invalid bytes should not end the chat
     pen = Pen(out)
-    pen.say(f"{options.model} listens. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends.", indent=0)
+    pen.say(
+        f"{options.model} is ready. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends the chat.",
+        indent=0,
+    )
     pen.say()
     Conversation(speaker, cache, pen, _system(options)).run(source)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What was asked for, checked."""
+    """The validated arguments."""
 
     model: str
     memory_bytes: int
@@ -84,7 +90,7 @@ class Asked:
 
     @staticmethod
     def read(options: argparse.Namespace) -> Asked:
-        """From parsed arguments. Errors: ConfigError."""
+        """Validate parsed arguments. Errors: ConfigError."""
         return Asked(
             model=options.model,
             memory_bytes=num_bytes(options.memory, "--memory"),
@@ -96,8 +102,8 @@ class Asked:
         )
 
     def open(self) -> tuple[Speaker, PrefixCache]:
-        """The model with a cache. Cost: loading it. Errors: PagodaError."""
-        from pagoda import hf, models  # late, hf first: where transformers is missing, it says so
+        """Load the model and give it a cache. Errors: PagodaError."""
+        from pagoda import hf, models  # late; hf first: it says so if transformers is missing
 
         model, tokenizer = models.load(self.model, dtype=self.dtype, device=self.device)
         cache = hf.enable(model, self.memory_bytes)

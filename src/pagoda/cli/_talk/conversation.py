@@ -1,6 +1,6 @@
-"""`pagoda chat`: a conversation. In: lines; out: answers as they come, and a line of numbers after each.
+"""`pagoda chat`: a conversation. In: lines; out: streamed answers, each followed by a line of statistics.
 
-Ctrl-C ends an answer after its next token, so that all of it is kept; before the first one, at once."""
+Ctrl-C ends an answer after its next token, so that all of it stays cached, or at once before the first."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["Conversation"]
 
 PROMPT = "> "
 HELP = """\
-/stats  what the cache did so far          /new   begin a new conversation
-/tree   what it holds, with its text       /quit  end, as Ctrl-D does
-/clear  forget all that is cached          Ctrl-C stops an answer; the chat goes on"""
+/stats  statistics of the cache            /new    start a new conversation
+/tree   cached text, as a tree             /quit   end the chat, like Ctrl-D
+/clear  empty the cache                    Ctrl-C  stop an answer; the chat goes on"""
 
 
 class Conversation:
@@ -33,7 +33,7 @@ class Conversation:
         self.turns: list[Message] = []  # question, answer, question, answer, …
 
     def run(self, source: TextIO) -> None:
-        """Answers line by line until there are no more, or one says /quit."""
+        """Answer line by line until the input ends or a line is /quit."""
         is_typed = source is sys.stdin and source.isatty()
         if is_typed:
             with suppress(ImportError):
@@ -52,7 +52,7 @@ class Conversation:
             except KeyboardInterrupt:
                 if not is_typed:
                     raise
-                self.pen.say("\nCtrl-D or /quit ends", indent=0)
+                self.pen.say("\nCtrl-D or /quit ends the chat", indent=0)
 
     def _typed(self) -> str | None:
         try:
@@ -62,7 +62,7 @@ class Conversation:
             return None
 
     def _piped(self, source: TextIO) -> str | None:
-        """The next line, shown as if it had been typed."""
+        """Return the next line, and show it as if it had been typed."""
         line = source.readline()
         if not line:
             return None
@@ -79,13 +79,13 @@ class Conversation:
             self.pen.say(tree)
         elif command == "/clear":
             self.cache.clear()
-            self.pen.say("the cache is empty; the conversation goes on")
+            self.pen.say("cache emptied; the conversation goes on")
         elif command == "/new":
             self.turns.clear()
-            self.pen.say("a new conversation; the cache stays")
+            self.pen.say("new conversation; the cache is kept")
         else:
             if command != "/help":
-                self.pen.say("there is no such command; these are:")
+                self.pen.say("unknown command; the commands are:")
             self.pen.say(HELP)
 
     def _answer(self, question: str) -> None:
@@ -96,7 +96,7 @@ class Conversation:
                 answer = self.speaker.ask([*self.system, *self.turns], self.pen.live)
         except KeyboardInterrupt:
             self.turns.pop()
-            self.pen.say("stopped; the question is forgotten", indent=0)
+            self.pen.say("stopped; the question was dropped", indent=0)
             return
         except BaseException:
             self.turns.pop()
@@ -105,8 +105,8 @@ class Conversation:
         self.pen.say(f"\n{self.pen.paint('2', str(answer))}\n", indent=0)
 
     def _fit(self) -> None:
-        """Leaves out the oldest turns when the context is full: down to half of it, because what is left is
-        computed anew then, and should not be at every question."""
+        """Drop the oldest turns when the context is full, down to half of it: the rest has to be computed
+        again, which should not happen for every question."""
         room = self.speaker.room
         if room is None or self._num_tokens() <= room:
             return
@@ -117,14 +117,18 @@ class Conversation:
         if (length := self._num_tokens()) > room:
             self.turns = turns
             raise ArgumentError(
-                f"prompt: {length:,} tokens, and the model reads {room:,} besides an answer of "
+                f"prompt: it has {length:,} tokens, but the context has room for {room:,} and an answer of "
                 f"{self.speaker.max_tokens:,}: shorten the question, or give a smaller --max-tokens"
             )
-        questions = "question and its answer" if left_out == 1 else f"{left_out} questions and their answers"
+        questions = (
+            "question and its answer were"
+            if left_out == 1
+            else f"{left_out} questions and their answers were"
+        )
         self.pen.say(
             self.pen.paint(
                 "2",
-                f"the context of {self.speaker.context:,} tokens is full: the oldest {questions} left out",
+                f"the context of {self.speaker.context:,} tokens is full: the oldest {questions} dropped",
             ),
             indent=0,
         )
@@ -134,14 +138,14 @@ class Conversation:
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
-        """Ctrl-C stops the answer instead of the program, once there is one to stop."""
+        """Make Ctrl-C stop the answer instead of the program, once the answer has begun."""
 
         def stop(number: int, frame: object) -> None:
             if not self.speaker.is_answering or self.speaker.is_stopped:
                 raise KeyboardInterrupt
             self.speaker.is_stopped = True
 
-        if threading.current_thread() is not threading.main_thread():  # where signals do not come
+        if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
             yield
             return
         before = signal.signal(signal.SIGINT, stop)

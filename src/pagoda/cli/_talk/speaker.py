@@ -1,4 +1,4 @@
-"""Somebody to talk to. In: messages; out: an answer as it comes, and what it cost."""
+"""A model that answers messages. In: messages; out: a streamed answer and its statistics."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Message = Mapping[str, str]  # role: system, user or assistant; content
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer and its numbers. `hit_tokens` is None where there is no cache; `reason` says why one did not
-    serve."""
+    """One answer and its statistics. `hit_tokens` is None without a cache; `reason` is why the cache was
+    bypassed, if it was."""
 
     text: str
     prompt_tokens: int
@@ -32,14 +32,14 @@ class Answer:
     reason: str | None
     num_tokens: int
     first_s: float  # from the call to the first token
-    rest_s: float  # from there to the last
+    rest_s: float  # from the first to the last token
     was_stopped: bool = False
 
     def __str__(self) -> str:
         came = "" if self.hit_tokens is None else f", {self.hit_tokens:,} from the cache"
         if self.reason is not None:
             came = f", none from the cache ({self.reason})"
-        rate = f", {(self.num_tokens - 1) / self.rest_s:.1f} a second" if self.num_tokens > 1 else ""
+        rate = f", {(self.num_tokens - 1) / self.rest_s:.1f} per second" if self.num_tokens > 1 else ""
         return (
             f"{counted(self.prompt_tokens, 'prompt token')}{came} · first token after {self.first_s:.2f} s · "
             f"{counted(self.num_tokens, 'token')}{rate}{', stopped' if self.was_stopped else ''}"
@@ -47,10 +47,10 @@ class Answer:
 
 
 class Speaker:
-    """A model with its tokenizer, and a cache or none.
+    """A model with its tokenizer, and optionally a cache.
 
-    `is_raw` continues text as it stands, messages one after the other; else the tokenizer's chat template
-    puts them together. At temperature 0 the likeliest token is taken. Errors: ConfigError if it has none."""
+    With `is_raw`, messages are joined as plain text; otherwise the tokenizer's chat template formats them.
+    Temperature 0 takes the most likely token. Errors: ConfigError if there is no chat template."""
 
     def __init__(
         self,
@@ -66,22 +66,23 @@ class Speaker:
             raise ConfigError("model: its tokenizer has no chat template: give --raw to continue plain text")
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
         self.max_tokens, self.temperature, self.is_raw = max_tokens, temperature, is_raw
-        # What the model can read, or None where it does not say.
+        # The model's longest context, or None if its config does not specify one.
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.context: int | None = limit if isinstance(limit, int) and limit > 0 else None
         self.is_answering = False  # a first token has come
-        self.is_stopped = False  # set it to end the answer after the token that is being computed
+        self.is_stopped = False  # set this to end the answer after the current token
 
     @property
     def room(self) -> int | None:
-        """Tokens of a prompt that leave place for an answer, or None where there is no limit."""
+        """The longest prompt that leaves room for an answer, in tokens; None without a limit."""
         if self.context is None:
             return None
         return self.context - min(self.max_tokens, self.context // 2)
 
     def encode(self, messages: Sequence[Message]) -> dict[str, torch.Tensor]:
-        """A prompt as `generate` takes it: [1, tokens] each. Errors: ConfigError of the template."""
-        # Bytes that are no text come as halves of characters, which no tokenizer takes.
+        """Return a prompt as `generate` takes it, [1, tokens] each. Errors: ConfigError if the chat template
+        fails."""
+        # Invalid input bytes arrive as lone surrogates, which tokenizers refuse.
         turns = [
             {"role": each["role"], "content": each["content"].encode("utf-8", "replace").decode()}
             for each in messages
@@ -97,26 +98,28 @@ class Speaker:
                 return_dict=True,
                 tokenizer_kwargs={"verbose": False},
             )
-        except Exception as error:  # a template is a program of the model's
+        except Exception as error:  # a template is a program that comes with the model
             told = " ".join(str(error).split())[:200]
             raise ConfigError(
-                f"model: its chat template refuses: {told}; try without --system, or with --raw"
+                f"model: its chat template failed: {told}; try without --system, or with --raw"
             ) from error
         return dict(found)
 
     def num_tokens(self, messages: Sequence[Message]) -> int:
-        """How long their prompt is."""
+        """Return the length of the prompt."""
         return self.encode(messages)["input_ids"].shape[1]
 
     def ask(self, messages: Sequence[Message], write: Callable[[str], object] = lambda text: None) -> Answer:
-        """The answer, written word by word. Errors: ArgumentError for a prompt that is too long or empty."""
+        """Return the answer, and pass it to `write` word by word. Errors: ArgumentError for a prompt that is
+        empty or too long."""
         inputs = {name: value.to(self.model.device) for name, value in self.encode(messages).items()}
         prompt_tokens, context = inputs["input_ids"].shape[1], self.context
         if prompt_tokens == 0:
-            raise ArgumentError("prompt: it has no tokens: say something")
+            raise ArgumentError("prompt: it is empty: give at least one token")
         if context is not None and prompt_tokens >= context:
             raise ArgumentError(
-                f"prompt: it has {prompt_tokens:,} tokens, and the model reads {context:,}: shorten it"
+                f"prompt: it has {prompt_tokens:,} tokens, but the model reads at most {context:,}: "
+                "shorten it"
             )
         num_tokens = self.max_tokens if context is None else min(self.max_tokens, context - prompt_tokens)
         self.is_answering = self.is_stopped = False
@@ -153,7 +156,7 @@ class Speaker:
         return {"do_sample": False}
 
     def _ends(self) -> dict[str, Any]:
-        """Tokens that end an answer: the model's, and the tokenizer's, which ends a turn of a chat."""
+        """Return the tokens that end an answer: those of the model and of the tokenizer, which end a turn."""
         told = (self.model.generation_config.eos_token_id, self.tokenizer.eos_token_id)
         ends = sorted({int(end) for each in told if each is not None for end in np.ravel(each)})
         if not ends:
@@ -163,7 +166,7 @@ class Speaker:
 
 
 class _Live(TextStreamer):
-    """Writes words as they are formed, and notes when tokens came."""
+    """Writes words as soon as they are complete, and records when tokens arrive."""
 
     def __init__(self, speaker: Speaker, write: Callable[[str], object]) -> None:
         super().__init__(speaker.tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -182,7 +185,7 @@ class _Live(TextStreamer):
 
 
 class _Stop(StoppingCriteria):
-    """Ends `generate` when somebody has had enough."""
+    """Ends `generate` when the speaker was stopped."""
 
     def __init__(self, speaker: Speaker) -> None:
         self.speaker = speaker
@@ -193,7 +196,7 @@ class _Stop(StoppingCriteria):
 
 
 def _harmless(text: str) -> str:
-    """Text of a model that moves no cursor and paints nothing."""
+    """Return a model's text with control characters escaped."""
     return "".join(
         c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") else ascii(c)[1:-1] for c in text
     )

@@ -1,1 +1,1 @@
-"""The tours of `pagoda demo`, one idea a file; each is given a pen and a device, and ends by itself."""
+"""The tours of `pagoda demo`, one per module. In: a pen, a device; out: text."""

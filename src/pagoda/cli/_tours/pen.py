@@ -1,4 +1,4 @@
-"""What the tours write with: numbered titles, colours where they are wanted, mistakes on purpose."""
+"""Writes to a terminal. In: text; out: indented lines, numbered titles, and colours where they are wanted."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pagoda.errors import PagodaError
 __all__ = ["Pen"]
 
 INDENT = 3
-Mistake = tuple[str, Callable[[], object], type[PagodaError]]  # what is tried, the call, what it must raise
+Mistake = tuple[str, Callable[[], object], type[PagodaError]]  # description, call, expected error
 
 
 class Pen:
-    """Writes to one stream, 80 to 100 columns; in colour only on a terminal, and not with NO_COLOR."""
+    """Writes to one stream, 80 to 100 columns wide; in colour only on a terminal without NO_COLOR."""
 
     def __init__(self, out: TextIO) -> None:
         self.out = out
@@ -34,29 +34,29 @@ class Pen:
         self._write(f"\n{self.paint('1', f'{self.num_titles}. {text}')}")
 
     def say(self, text: str = "", indent: int = INDENT) -> None:
-        """Text, each of its lines a little to the right."""
+        """Write lines, indented."""
         for line in text.split("\n"):
             self._write(" " * indent + line if line else "")
 
     def live(self, text: str) -> None:
-        """Text as it comes: a line goes on."""
+        """Write text without ending the line."""
         self._write(text, end="")
 
     def _write(self, text: str, end: str = "\n") -> None:
         try:
             print(text, file=self.out, end=end, flush=True)
-        except UnicodeEncodeError:  # a stream of another alphabet: better poor than nothing
+        except UnicodeEncodeError:  # the stream's encoding lacks some characters
             print(text.encode("ascii", "replace").decode(), file=self.out, end=end, flush=True)
 
     def paint(self, colour: str, text: str) -> str:
         return f"\033[{colour}m{text}\033[0m" if self.has_colour else text
 
     def wrap(self, text: str) -> str:
-        """Text as lines that fit, the first one further to the left."""
+        """Return text wrapped to the width, with a hanging indent."""
         return "\n".join(textwrap.wrap(text, self.width, subsequent_indent="  ", break_on_hyphens=False))
 
     def make(self, mistakes: Sequence[Mistake]) -> None:
-        """Make mistakes and show how each was caught."""
+        """Make mistakes on purpose and show the error that each raises."""
         for what, mistake, kind in mistakes:
             try:
                 mistake()
@@ -65,4 +65,4 @@ class Pen:
                 lines = self.wrap(f"{what}: {kind_name}: {error}")
                 self.say(lines.replace(kind_name, self.paint("31", kind_name), 1))
             else:
-                raise PagodaError(f"{what} went unnoticed")
+                raise PagodaError(f"{what}: no error was raised")

@@ -1,4 +1,4 @@
-"""A tour of the memory of running requests: a manager, the pools that follow it, and what pages look like."""
+"""A tour of the memory of running requests: a manager, its pools, and a drawing of their pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLOURS = ("36", "35", "33", "32", "34")
 
 
 class _Tour:
-    """One small model, the requests that run on it, and the pen that draws their pages."""
+    """One small model, its running requests, and the pen that draws their pages."""
 
     def __init__(self, pen: Pen, device: str) -> None:
         self.pen = pen
@@ -31,14 +31,16 @@ class _Tour:
         self.pools = Pools(
             layout, {"full": NUM_PAGES}, num_rows=NUM_ROWS, max_tokens=MAX_TOKENS, device=device
         )
-        self.names: dict[int, str] = {}  # row: request
-        self.written: dict[int, list[torch.Tensor]] = {}  # row: keys of its steps, [layers, tokens, …] each
+        self.names: dict[int, str] = {}  # name of each row's request
+        self.written: dict[
+            int, list[torch.Tensor]
+        ] = {}  # by row: keys per step, [layers, tokens, heads, dim]
         self.next_token = 0
 
     # ── what a request does ──────────────────────────────────────────────────────────────────────
 
     def admit(self, name: str, num_tokens: int) -> int:
-        """A prompt of tokens that nobody has seen: nothing of it is found, and nothing is kept of it."""
+        """Admit a prompt of new tokens; it hits nothing, and is not stored in the tree."""
         row = self.manager.admit(self.fresh(num_tokens), store=False).row
         self.names[row], self.written[row] = name, []
         return row
@@ -48,7 +50,7 @@ class _Tour:
         return list(range(self.next_token - n, self.next_token))
 
     def step(self, rows: list[int], counts: list[int]) -> int:
-        """Plan and compute one step; random numbers stand for what a model would compute."""
+        """Plan and compute one step, with random numbers in place of a model's keys and values."""
         delta = self.manager.plan(rows, counts)
         self.pools.apply(delta)
         batch = self.pools.batch(delta)
@@ -68,7 +70,7 @@ class _Tour:
         del self.names[row], self.written[row]
 
     def is_whole(self, row: int) -> bool:
-        """Whether the keys of a row lie where its page table says, in every layer."""
+        """Return whether every layer has the row's keys where its page table says."""
         ids = self.pools.tables["full"][row].long()
         position = torch.arange(self.manager.computed(row), device=ids.device)
         slots = ids[position // PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS
@@ -78,7 +80,7 @@ class _Tour:
     # ── drawing ──────────────────────────────────────────────────────────────────────────────────
 
     def draw(self) -> None:
-        """Every page as a cell: its request and how full it is, · not in use, ░ padding."""
+        """Draw each page as a cell: its request and how full it is, · not in use, ░ padding."""
         cells = {0: self.pen.paint("2", "░░")}
         for row, name in self.names.items():
             left = self.manager.reserved(row)
@@ -91,59 +93,63 @@ class _Tour:
             pages = range(begin, min(begin + 16, NUM_PAGES + 1))
             line = " ".join(cells.get(page, self.pen.paint("2", "· ")) for page in pages)
             self.pen.say(f"page {begin:3d}  {line}")
-        (pages_,) = self.manager.stats().groups
-        counts = f"{pages_.running} in use, {pages_.waiting} waiting for a fence, {pages_.free} free"
+        (group,) = self.manager.stats().groups
+        counts = f"{group.running} in use, {group.waiting} waiting for a fence, {group.free} free"
         self.pen.say(self.pen.paint("2", f"          {counts}"))
 
 
 def run(pen: Pen, device: str) -> None:
-    """Admit, compute, read back, release, and show the pages after each. Errors: ConfigError for a device."""
+    """Admit, compute, read back and release requests, and show the pages after each step.
+
+    Errors: ConfigError for an unavailable device."""
     tour = _Tour(pen, device)
     manager, pools = tour.manager, tour.pools
     torch.manual_seed(0)
-    pen.part("The pool: requests, pages, tensors")
+    pen.part("The pool: pages of running requests")
 
-    pen.title("A pool")
+    pen.title("An empty pool")
     page_kib, pool_mib = pools["full"].page_bytes >> 10, pools["full"].memory_bytes() >> 20
-    pen.say(f"{NUM_PAGES} pages of {PAGE_TOKENS} tokens on {pools.device}, {LAYERS} layers of K and V,")
-    pen.say(f"{HEADS} heads × {DIM} in bfloat16: {page_kib} KiB per page, {pool_mib} MiB in all.")
-    pen.say("Page 0 is padding: it takes the writes of padded tokens; nobody holds it.")
+    pen.say(
+        f"{NUM_PAGES} pages of {PAGE_TOKENS} tokens on {pools.device}, keys and values of {LAYERS} layers,"
+    )
+    pen.say(f"{HEADS} heads × {DIM} in bfloat16: {page_kib} KiB per page, {pool_mib} MiB in total.")
+    pen.say("Page 0 is padding: padded tokens are written there; no request ever holds it.")
     tour.draw()
 
-    pen.title("Three requests come in: lowest pages first, whole pages only")
+    pen.title("Three requests are admitted: each gets whole pages, lowest ids first")
     first = [tour.admit(name, n) for name, n in (("A", 70), ("B", 150), ("C", 36))]
     tour.draw()
 
-    pen.title("One step computes their prompts: plan, apply, batch, store")
+    pen.title("One step stores their prompts: plan, apply, batch, store")
     tour.step(first, [70, 150, 36])
     for row in first:
         if not tour.is_whole(row):
-            raise PagodaError(f"request {tour.names[row]} did not come back")
-        pen.say(f"{tour.names[row]}: {manager.computed(row)} tokens × {LAYERS} layers, equal to the bit")
+            raise PagodaError(f"the keys of request {tour.names[row]} differ from those written")
+        pen.say(f"{tour.names[row]}: {manager.computed(row)} tokens × {LAYERS} layers read back, identical")
 
-    pen.title("Twelve decode steps: one call per step for all, half-used pages first")
+    pen.title("Twelve decode steps: each grows all requests in one call")
     last = 0
     begin = time.perf_counter()
     for _ in range(12):
         manager.reserve(first)
         last = tour.step(first, [1, 1, 1])
     each = (time.perf_counter() - begin) / 12 * 1e6
-    pen.say(f"{each:.0f} µs per step here, tables, batch and stores included")
+    pen.say(f"{each:.0f} µs per step on this machine, including tables, batch and stores")
     tour.draw()
 
-    pen.title("B ends while a step still reads it: its pages wait for the fence")
+    pen.title("B ends while a step may still read it: its pages wait for a fence")
     tour.finish(first[1])
     tour.draw()
     waiting = manager.stats().groups[0].waiting
     manager.pass_fence(last)
-    pen.say(f"step {last} is done: {waiting} pages are free again")
+    pen.say(f"step {last} has finished: {waiting} pages are free again")
 
-    pen.title("D takes what B left, lowest first")
+    pen.title("D reuses the pages of B")
     row = tour.admit("D", 170)
     tour.step([row], [170])
     tour.draw()
 
-    pen.title("C moves out into one byte buffer; E takes its pages; C comes back elsewhere")
+    pen.title("C is packed into a buffer, E takes its pages, C is unpacked into others")
     c, keys = first[2], tour.written[first[2]]
     num_tokens, packed = manager.computed(c), pools["full"].pack(manager.page_ids(c, "full"))
     tour.finish(c)
@@ -157,21 +163,21 @@ def run(pen: Pen, device: str) -> None:
     pools["full"].unpack(manager.page_ids(back, "full"), packed)
     tour.written[back] = keys
     if not tour.is_whole(back):
-        raise PagodaError("a packed page did not come back")
-    pen.say(f"{packed.numel() // 1024} KiB packed and unpacked, equal to the bit: yes")
+        raise PagodaError("the unpacked keys of C differ from those written")
+    pen.say(f"{packed.numel() // 1024} KiB packed and unpacked, identical")
     tour.draw()
 
-    pen.title("Mistakes are caught at the call and change nothing")
+    pen.title("Mistakes raise an error and change nothing")
     pen.make(
         [
-            ("release a row that does not run", lambda: manager.release(NUM_ROWS), NotHeldError),
-            ("ask for too much", lambda: manager.admit(range(500)), CapacityError),
-            ("release the padding", lambda: manager.release(0), OutOfRangeError),
+            ("release a row that is not running", lambda: manager.release(NUM_ROWS), NotHeldError),
+            ("admit more tokens than fit", lambda: manager.admit(range(500)), CapacityError),
+            ("release the padding row", lambda: manager.release(0), OutOfRangeError),
         ]
     )
     tour.draw()
 
-    pen.title("Everything ends, and nothing has leaked")
+    pen.title("All requests end, and nothing has leaked")
     for live in list(tour.names):
         tour.finish(live)
     manager.pass_fence(manager.plan().step)
@@ -185,4 +191,4 @@ def run(pen: Pen, device: str) -> None:
     for _ in range(1000):
         million.free(million.alloc(128))
     each = (time.perf_counter() - begin) * 1e3
-    pen.say(f"and 128 ids out of a million: {each:.2f} µs to allocate and free")
+    pen.say(f"For comparison, allocating and freeing 128 of a million ids takes {each:.2f} µs.")

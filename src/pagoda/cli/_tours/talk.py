@@ -1,4 +1,4 @@
-"""A tour with a real model: questions without a cache and with one, what it holds, what eviction costs."""
+"""A tour with a real model: questions without and with a cache, its contents, and the cost of eviction."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGE_TOKENS = 16  # of the cache's pages
 
 
 class _Tour:
-    """A model, what stands in front of questions to it, and the pen that shows what it says."""
+    """A model, the texts in front of its questions, and the pen that shows its answers."""
 
     def __init__(self, pen: Pen, device: str) -> None:
         self.pen = pen
@@ -44,7 +44,7 @@ class _Tour:
         self.handbook, self.bakery = _text("handbook"), _text("bakery")
 
     def ask(self, text: str, question: str, before: Answer | None = None) -> Answer:
-        """One question under a text, its answer shown as it comes; it must be equal to that of `before`."""
+        """Ask one question about a text and stream the answer, which must be equal to `before`."""
         pen = self.pen
         pen.say(pen.paint("1", f"? {question}"))
         column = _Column(pen)
@@ -60,20 +60,20 @@ class _Tour:
         return answer
 
     def memory(self, num_tokens: int) -> int:
-        """Bytes of a pool for so many tokens, in whole pages and one more for padding."""
+        """Return the bytes of a pool for so many tokens: whole pages, and one more for padding."""
         return (-(-num_tokens // PAGE_TOKENS) + 1) * PAGE_TOKENS * self.token_bytes
 
     # ── drawing ──────────────────────────────────────────────────────────────────────────────────
 
     def bar(self, name: str, answer: Answer, longest_s: float, note: str = "") -> None:
-        """A time to the first token, and how long it is beside the longest."""
-        width = self.pen.width - 65  # what stands around it
+        """Draw a time to the first token as a bar, relative to the longest one."""
+        width = self.pen.width - 65  # the text around the bar
         eighths = min(8 * width, max(1, round(answer.first_s / longest_s * width * 8)))
         bar = "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
         self.pen.say(f"  {name:<9}{answer.first_s:6.2f} s  {bar:<{width}}  {note}".rstrip())
 
     def strip(self, cache: PrefixCache, owners: Mapping[str, int]) -> None:
-        """Every page of the pool as a cell: for whom it was computed, · free."""
+        """Draw each page of the pool as a cell: which question computed it, · free."""
         num_pages = cache.stats().pool_bytes // (self.token_bytes * PAGE_TOKENS) - 1  # one is padding
         cells: list[str] = []
         for number, (name, count) in enumerate(owners.items()):
@@ -84,7 +84,7 @@ class _Tour:
 
 
 class _Column:
-    """Writes words as they come, in lines that end before the margin."""
+    """Writes words as they arrive, wrapped at the margin."""
 
     def __init__(self, pen: Pen) -> None:
         self.pen, self.at, self.gap = pen, 0, ""
@@ -112,37 +112,37 @@ def _messages(text: str, question: str) -> list[Message]:
 
 
 def run(pen: Pen, device: str) -> None:
-    """Ask a real model, without a cache, with one, with a small one. Cost: half a minute on two cores.
+    """Ask a real model without a cache, with a cache, and with a small one. Takes half a minute on two cores.
 
-    Errors: MissingError without a model, ConfigError for a device."""
+    Errors: MissingError without a model, ConfigError for an unavailable device."""
     tour = _Tour(pen, device)
     pen.part("A real model: what a cache saves")
     _introduce(tour)
 
-    pen.title("Without a cache, every question has the whole handbook read again")
+    pen.title("Without a cache, the model reads the whole handbook for every question")
     cold = [tour.ask(tour.handbook, question) for question in QUESTIONS]
 
     memory = tour.memory(3 * cold[0].prompt_tokens)
-    pen.title("One line, cache = pagoda.hf.enable(model, memory), and the same again")
-    pen.say(f"{show_bytes(memory)}: there is room for three handbooks.")
+    pen.title("The same questions after one line: cache = pagoda.hf.enable(model, memory)")
+    pen.say(f"{show_bytes(memory)}: enough for three handbooks.")
     cache = tour.speaker.cache = hf.enable(tour.model, memory)
     warm, pages = [], {}
     for number, (question, before) in enumerate(zip(QUESTIONS, cold, strict=True), 1):
         stored = cache.stats().stored_tokens
         warm.append(tour.ask(tour.handbook, question, before))
         pages[str(number)] = (cache.stats().stored_tokens - stored) // PAGE_TOKENS
-    pen.say(f"\nAll {len(cold)} answers are equal to those without a cache.")
+    pen.say(f"\nAll {len(cold)} answers are the same as without a cache.")
 
     pen.title("Time to the first token")
     _compare(tour, cold, warm)
 
-    pen.title("What the cache says: cache.stats()")
+    pen.title("Statistics: cache.stats()")
     pen.say(str(cache.stats()))
 
-    pen.title("Its pool, page by page: what question 1, 2, … had computed")
+    pen.title("The pool, page by page: which question computed it")
     tour.strip(cache, pages)
 
-    pen.title("What is in it: cache.tree(tokenizer.decode). The handbook is the trunk")
+    pen.title("Its contents: cache.tree(tokenizer.decode). All questions share the handbook")
     pen.say(cache.tree(tour.tokenizer.decode, width=pen.width, colour=pen.has_colour))
     cache.check()
     hf.disable(tour.model)
@@ -157,10 +157,10 @@ def _introduce(tour: _Tour) -> None:
     num_bytes = show_bytes(num_tokens * tour.token_bytes)
     pen.say(
         f"SmolLM2-135M-Instruct on {tour.model.device}, loaded in {tour.load_s:.1f} s: {tour.num_layers} "
-        f"layers,\n{tour.token_bytes:,} bytes of keys and values for each token. The text is a handbook of"
+        f"layers,\n{tour.token_bytes:,} bytes of keys and values per token. The text is a handbook of"
         f"\nPagoda: {num_tokens:,} tokens with a question, {num_bytes} of keys and values."
     )
-    # So that no question pays for what is set up at the first call.
+    # A first call sets things up; no question should pay for that.
     tour.speaker.ask([{"role": "user", "content": "Good morning!"}])
 
 
@@ -170,14 +170,14 @@ def _compare(tour: _Tour, cold: list[Answer], warm: list[Answer]) -> None:
         pen.say(question)
         tour.bar("without", without, longest_s)
         times = f"{without.first_s / answer.first_s:.1f} times as fast"
-        note = f"{times}, {answer.hit_tokens:,} tokens reused" if answer.hit_tokens else "reads, and keeps it"
+        note = f"{times}, {answer.hit_tokens:,} tokens reused" if answer.hit_tokens else "fills the cache"
         tour.bar("with", answer, longest_s, note)
 
 
 def _evict(tour: _Tour, before: Answer) -> None:
-    """Two texts that do not fit together: what is colder goes, from its end."""
+    """Ask about two texts that do not fit together: the colder one is evicted, beginning at its end."""
     pen, question = tour.pen, QUESTIONS[0]
-    pen.title("Too little memory: the handbook fits 1.3 times, and somebody asks in the bakery")
+    pen.title("Too little memory: 1.3 handbooks, and questions about a second text")
     pages = {"H": 0, "B": 0}
     with hf.cached(tour.model, tour.memory(int(1.3 * before.prompt_tokens))) as cache:
         tour.speaker.cache = cache
@@ -194,11 +194,13 @@ def _evict(tour: _Tour, before: Answer) -> None:
         first = ask("H", tour.handbook, question, before)
         ask("B", tour.bakery, BAKERY_QUESTION)
         evicted = cache.stats().evicted_pages
-        pen.say(f"{evicted} pages were evicted, from the end of the handbook; its beginning stays.\n")
+        pen.say(
+            f"{evicted} pages were evicted, from the end of the handbook; its beginning is still cached.\n"
+        )
         again = ask("H", tour.handbook, question, before)
         once_more = ask("H", tour.handbook, question, before)
-        pen.say("\nWhat that costs, in time to the first token:")
-        for name, answer in (("at first", first), ("evicted", again), ("kept", once_more)):
+        pen.say("\nThe effect on the time to the first token:")
+        for name, answer in (("empty", first), ("evicted", again), ("cached", once_more)):
             tour.bar(
                 name,
                 answer,

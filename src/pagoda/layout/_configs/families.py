@@ -1,4 +1,4 @@
-"""Model families: for each `model_type`, the kinds of its layers, how to read them, and its config's defaults.
+"""Model families: for each `model_type`, the kinds of its layers, how to read them, and config defaults.
 
 To add a family, add an item to `FAMILIES`, or to `ALIASES` if it has the layers and defaults of another one.
 A new kind of layer also needs a function in readers.py, a new order of layers one in patterns.py.

@@ -84,7 +84,7 @@ class Options:
         return "bfloat16"
 
     def recurrent(self, fields: Fields) -> str:
-        """Return the dtype of recurrent states. They accumulate rounding errors, so the default is float32."""
+        """Return the dtype of recurrent states: float32 by default, because rounding errors accumulate."""
         if self.state_dtype != "auto":
             return self.state_dtype
         for name in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
