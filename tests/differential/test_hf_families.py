@@ -47,8 +47,8 @@ def rotary(kind: str) -> dict[str, Any]:
     [
         ("llama", {"rope_parameters": rotary("dynamic")}, "depends on the length (dynamic)"),
         ("phi3", {"rope_parameters": rotary("longrope")}, "depends on the length (longrope)"),
-        ("llama", {"is_causal": False}, "attend to later ones"),
-        ("gemma", {"use_bidirectional_attention": True}, "attend to later ones"),
+        ("llama", {"is_causal": False}, "not causal"),
+        ("gemma", {"use_bidirectional_attention": True}, "not causal"),
     ],
 )
 def test_configs_of_served_families_that_are_left_alone(
@@ -82,7 +82,7 @@ def test_an_encoder_and_a_decoder_are_left_alone() -> None:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
     config = transformers.T5Config(**sizes, decoder_start_token_id=0)
     checked = Checked(transformers.T5ForConditionalGeneration(config).eval())
-    assert checked.reason == "an encoder and a decoder"
+    assert checked.reason == "an encoder-decoder model"
     for check in REFUSED:
         check(checked)
 
@@ -90,7 +90,7 @@ def test_an_encoder_and_a_decoder_are_left_alone() -> None:
 def test_a_model_with_a_generate_of_its_own_is_left_alone() -> None:
     model = model_of("llama")
     model.generate = lambda *args, **kwargs: "mine"
-    assert served_layout(model) == "LlamaForCausalLM has a generate of its own"
+    assert served_layout(model) == "LlamaForCausalLM has its own generate"
 
 
 # ── the page ────────────────────────────────────────────────────────────────────────────────────────

@@ -390,7 +390,7 @@ def test_the_returned_cache_is_a_plain_one(model: Any, cache: Any) -> None:
             more = torch.cat([ours.sequences, prompt((3, 1))], dim=1)
             mask = torch.ones_like(more)
             going_on = model.generate(more, attention_mask=mask, past_key_values=continued, **LOGITS)
-            assert cache.last().reason == "a cache was passed in"
+            assert cache.last().reason == "past_key_values were passed"
             assert_same(
                 going_on,
                 plain(model, more, attention_mask=mask, past_key_values=copy.deepcopy(theirs), **LOGITS),
@@ -472,42 +472,45 @@ def holes(*at: int) -> torch.Tensor:
 
 
 ALONE: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
-    "embeddings": (embeddings, "embeddings as input"),
+    "embeddings": (embeddings, "inputs_embeds were passed"),
     "embeddings and tokens": (
         lambda model: {"input_ids": prompt(40), **embeddings(model)},
-        "embeddings as input",
+        "inputs_embeds were passed",
     ),
     "a cache": (
         lambda model: {"past_key_values": DynamicCache(config=model.config)},
-        "a cache was passed in",
+        "past_key_values were passed",
     ),
-    "a mask with holes": (lambda _: {"attention_mask": holes(5)}, "an attention_mask with holes"),
-    "padding on the right": (lambda _: {"attention_mask": holes(38, 39)}, "an attention_mask with holes"),
-    "no token": (lambda _: {"attention_mask": holes(*range(40))}, "an attention_mask with holes"),
+    "a mask with holes": (lambda _: {"attention_mask": holes(5)}, "the attention_mask is not left padding"),
+    "padding on the right": (
+        lambda _: {"attention_mask": holes(38, 39)},
+        "the attention_mask is not left padding",
+    ),
+    "no token": (lambda _: {"attention_mask": holes(*range(40))}, "the attention_mask is not left padding"),
     "hidden states": (
         lambda _: {"output_hidden_states": True, "return_dict_in_generate": True},
-        "hidden states of the whole prompt are asked for",
+        "hidden states of the whole prompt were requested",
     ),
     "attentions": (
         lambda _: {"output_attentions": True, "return_dict_in_generate": True},
-        "attentions of the whole prompt are asked for",
+        "attentions of the whole prompt were requested",
     ),
     "no cache": (lambda _: {"use_cache": False}, "use_cache is off"),
     "perhaps a cache": (lambda _: {"use_cache": None}, "use_cache is off"),
     "a static cache": (
         lambda _: {"cache_implementation": "static", "disable_compile": True},
-        "another kind of cache is asked for",
+        "another kind of cache was requested",
     ),
     "a dynamic cache": (
         lambda _: {"cache_implementation": "dynamic"},
-        "another kind of cache is asked for",
+        "another kind of cache was requested",
     ),
     "guidance": (lambda _: {"guidance_scale": 1.5}, "guidance runs the model a second time"),
     "negative prompts": (
         lambda _: {"guidance_scale": 1.5, "negative_prompt_ids": prompt((8, 1))},
         "argument negative_prompt_ids",
     ),
-    "chunks": (lambda _: {"prefill_chunk_size": 16}, "the prefill is cut into chunks"),
+    "chunks": (lambda _: {"prefill_chunk_size": 16}, "chunked prefill"),
     "positions": (lambda _: {"position_ids": torch.arange(40)[None] + 3}, "argument position_ids"),
     "a callable": (lambda _: {"custom_generate": lucky}, "argument custom_generate"),
     "padding tokens": (
@@ -929,7 +932,7 @@ def test_a_dtype_that_has_no_room(llama: Any) -> None:
     for _ in range(2):
         llama.float()
         judged(llama, prompt(40), **GREEDY)
-        assert cache.last().reason.startswith("no pools where the model is now: memory:")
+        assert cache.last().reason.startswith("no pools on the model's device: memory:")
         assert cache.stats().pool_bytes == 0
         cache.check()
         cache.clear()
@@ -983,7 +986,7 @@ def test_weights_that_cannot_be_told_apart(llama: Any, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("pagoda.hf._cache.Look", refuse)
     judged(llama, prompt(40), **GREEDY)
-    assert cache.last().reason == "weights of a kind that is not known"
+    assert cache.last().reason == "weights of an unknown kind"
 
 
 # ── interruptions ───────────────────────────────────────────────────────────────────────────────────
@@ -1194,7 +1197,7 @@ def out_of_memory(*args: Any) -> None:
 
 
 def test_what_cannot_be_enabled(llama: Any) -> None:
-    with pytest.raises(ConfigError, match="give a model of transformers that can generate, not object"):
+    with pytest.raises(ConfigError, match="give a transformers model with generate, not object"):
         pagoda.hf.enable(object())
     with pytest.raises(ConfigError, match="not Linear"):
         pagoda.hf.enable(torch.nn.Linear(2, 2))
@@ -1207,20 +1210,22 @@ def test_what_cannot_be_enabled(llama: Any) -> None:
         with pytest.raises(ConfigError, match=f"memory: give bytes, or text such as '4GiB', not {flag}"):
             pagoda.hf.enable(llama, flag)
     for memory in ("2TiB", "99999TiB", 2**62):
-        with pytest.raises(ConfigError, match=r"^memory: .* TiB hold more tokens than can be numbered: give"):
+        with pytest.raises(ConfigError, match=r"^memory: .* TiB are more than page ids can address: give"):
             pagoda.hf.enable(llama, memory)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pagoda.hf._memory.TokenPool.from_group", out_of_memory)
         with pytest.raises(ConfigError, match=r"^memory: 1 GiB are not to be had on cpu: give less"):
             pagoda.hf.enable(llama, "1GiB")
-    with pytest.raises(ConfigError, match="memory: 100 B hold no prefix of this model: give at least"):
+    with pytest.raises(
+        ConfigError, match="memory: 100 B are too few to cache a prefix of this model: give at least"
+    ):
         pagoda.hf.enable(llama, 100)
     assert "generate" not in llama.__dict__
     assert not llama._forward_hooks
     with pytest.raises(ArgumentError, match="it has no cache"):
         pagoda.hf.disable(llama)
     pagoda.hf.enable(llama, "1MiB")
-    with pytest.raises(ConfigError, match="it has a cache already"):
+    with pytest.raises(ConfigError, match="it already has a cache"):
         pagoda.hf.enable(llama, "1MiB")
     judged(llama, prompt(20), **GREEDY)
 
@@ -1268,7 +1273,7 @@ def test_a_generate_that_somebody_put_there_comes_back(llama: Any) -> None:
     llama.generate = mine
     with pagoda.hf.cached(llama, "1MiB") as cache:
         assert llama.generate(prompt(40)) == "mine"
-        assert cache.last().reason == "LlamaForCausalLM has a generate of its own"
+        assert cache.last().reason == "LlamaForCausalLM has its own generate"
     assert llama.generate is mine
 
 

@@ -50,7 +50,7 @@ def test_queries_scaled_by_their_column_are_left_alone() -> None:
     model = model_of("llama4_text", attn_temperature_tuning=True)
     with pagoda.hf.cached(model, "2MiB") as cache:
         answer(model, tokens(1, 40))
-        assert cache.last().reason == "queries that are scaled by their column"
+        assert cache.last().reason == "queries that are scaled by column"
 
 
 class Writer:

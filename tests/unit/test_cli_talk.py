@@ -495,7 +495,7 @@ def test_a_chat_in_a_terminal(folder: Path):
             chat.send_signal(signal.SIGINT)
 
         try:
-            until("Ctrl-D ends.")
+            until("Ctrl-D ends the chat.")
             until("> ")
             os.write(master, b"Why?\n")
             until("from the cache")

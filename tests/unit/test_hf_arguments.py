@@ -69,21 +69,21 @@ def test_any_batch(data: st.DataObject) -> None:
     row = data.draw(st.integers(0, len(pads) - 1))
     if length - pads[row] > 1:
         mask[row, data.draw(st.integers(pads[row] + 1, length - 1))] = 0
-        assert refused(ids, attention_mask=mask) == "an attention_mask with holes"
+        assert refused(ids, attention_mask=mask) == "the attention_mask is not left padding"
 
 
 @pytest.mark.parametrize(
     ("mask", "reason"),
     [
-        ([[1, 1, 1, 0, 0]], "an attention_mask with holes"),
-        ([[0, 0, 0, 0, 0]], "an attention_mask with holes"),
-        ([[0, 1, 0, 1, 1]], "an attention_mask with holes"),
-        ([[1, 0, 1, 1, 1]], "an attention_mask with holes"),
-        ([[0, 2, 1, 1, 1]], "an attention_mask of other values than 0 and 1"),
-        ([[1, 1, 1, 1, 2]], "an attention_mask of other values than 0 and 1"),
-        ([[1, 1, 1, 1]], "an attention_mask of another shape"),
-        ([1, 1, 1, 1, 1], "an attention_mask of another shape"),
-        ([[[1, 1, 1, 1, 1]]], "an attention_mask of another shape"),
+        ([[1, 1, 1, 0, 0]], "the attention_mask is not left padding"),
+        ([[0, 0, 0, 0, 0]], "the attention_mask is not left padding"),
+        ([[0, 1, 0, 1, 1]], "the attention_mask is not left padding"),
+        ([[1, 0, 1, 1, 1]], "the attention_mask is not left padding"),
+        ([[0, 2, 1, 1, 1]], "the attention_mask has values other than 0 and 1"),
+        ([[1, 1, 1, 1, 2]], "the attention_mask has values other than 0 and 1"),
+        ([[1, 1, 1, 1]], "the attention_mask has another shape than input_ids"),
+        ([1, 1, 1, 1, 1], "the attention_mask has another shape than input_ids"),
+        ([[[1, 1, 1, 1, 1]]], "the attention_mask has another shape than input_ids"),
     ],
 )
 def test_masks_that_are_left_alone(mask: Any, reason: str) -> None:
@@ -94,11 +94,11 @@ def test_masks_that_are_left_alone(mask: Any, reason: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_mask_with_other_values_is_left_alone(value: float, dtype: torch.dtype) -> None:
     mask = torch.tensor([[0.0, value, 1.0, 1.0, 1.0]], dtype=dtype)
-    assert refused(IDS[:1], attention_mask=mask) == "an attention_mask of other values than 0 and 1"
+    assert refused(IDS[:1], attention_mask=mask) == "the attention_mask has values other than 0 and 1"
 
 
 def test_a_mask_that_is_no_tensor_is_left_alone() -> None:
-    assert refused(IDS, attention_mask=MASK.tolist()) == "an attention_mask that is no tensor"
+    assert refused(IDS, attention_mask=MASK.tolist()) == "the attention_mask is not a tensor"
 
 
 @pytest.mark.parametrize(
@@ -246,22 +246,22 @@ def test_names_that_are_known_exist() -> None:
 )
 def test_nonsense_is_left_to_plain_generate(kwargs: dict[str, Any]) -> None:
     """Its errors are plain `generate`'s own."""
-    assert refused(IDS, **kwargs) == "arguments that generate does not take"
+    assert refused(IDS, **kwargs) == "arguments that generate does not accept"
 
 
 def test_too_many_arguments() -> None:
-    assert refused(*range(30)) == "arguments that generate does not take"
+    assert refused(*range(30)) == "arguments that generate does not accept"
 
 
 def test_a_model_without_settings() -> None:
     model = Model()
     model.generation_config = None
-    assert refused(IDS, model=model) == "arguments that generate does not take"
+    assert refused(IDS, model=model) == "arguments that generate does not accept"
 
 
 def test_a_cache_or_embeddings() -> None:
-    assert refused(IDS, past_key_values=DynamicCache()) == "a cache was passed in"
-    assert refused(inputs_embeds=torch.zeros(1, 2, 3)) == "embeddings as input"
+    assert refused(IDS, past_key_values=DynamicCache()) == "past_key_values were passed"
+    assert refused(inputs_embeds=torch.zeros(1, 2, 3)) == "inputs_embeds were passed"
     assert refused(IDS, synced_gpus=True) == "argument synced_gpus"
     read(IDS, past_key_values=None, inputs_embeds=None, synced_gpus=False)
 

@@ -1,11 +1,10 @@
-"""One line for Hugging Face models: prefixes are computed once. In: a model; out: the same model with a
-cache.
+"""A prefix cache for Hugging Face models, in one line. In: a model; out: the same model with a cache.
 
     cache = pagoda.hf.enable(model, memory="4GiB")
     model.generate(**inputs)  # as before
     print(cache.stats())
 
-Needs transformers: pip install 'pagoda-kv[hf]'. docs/hf.md has what is served, and what is not.
+Needs transformers: pip install 'pagoda-kv[hf]'. docs/hf.md says which models and calls are served.
 """
 
 from pagoda.errors import ConfigError as _ConfigError

@@ -1,7 +1,7 @@
-"""Reading a call of `generate`. In: a model and the arguments; out: the prompts, or why they are left alone.
+"""Reads calls of `generate`. In: a model and the arguments; out: the prompts, or why the call is not served.
 
-What is not known here is not touched: an argument or a setting that could change what the cache means sends
-the call to plain `generate`, with the reason."""
+Only known arguments are served: one that could change the meaning of cached keys and values sends the call
+to plain `generate`, with a reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Prompts", "Reason", "read_call"]
 
 Reason: TypeAlias = str
 
-# Arguments of `generate` that leave what is cached as it is.
+# Arguments of `generate` that do not affect cached keys and values.
 ARGUMENTS = {
     "inputs",
     "input_ids",
@@ -33,7 +33,7 @@ ARGUMENTS = {
     "tokenizer",
     "assistant_tokenizer",
 }
-# Settings likewise: how tokens are chosen, when it ends, what is returned of the new ones.
+# Settings that do not affect them either: how tokens are chosen, when to stop, what to return.
 SETTINGS = {
     *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "early_stopping", "max_time"),
     *(
@@ -61,32 +61,32 @@ SETTINGS = {
     *("max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "disable_compile"),
     *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "decoder_start_token_id"),
 }
-# Settings that must have one of these values, and what to say otherwise.
+# Settings that must have one of these values, and the reason given otherwise.
 REQUIRED: dict[str, tuple[tuple[Any, ...], Reason]] = {
     "use_cache": ((True,), "use_cache is off"),
-    "cache_implementation": ((None, "hybrid"), "another kind of cache is asked for"),
-    "output_attentions": ((None, False), "attentions of the whole prompt are asked for"),
-    "output_hidden_states": ((None, False), "hidden states of the whole prompt are asked for"),
+    "cache_implementation": ((None, "hybrid"), "another kind of cache was requested"),
+    "output_attentions": ((None, False), "attentions of the whole prompt were requested"),
+    "output_hidden_states": ((None, False), "hidden states of the whole prompt were requested"),
     "guidance_scale": ((None, 1, 1.0), "guidance runs the model a second time"),
-    "prefill_chunk_size": ((None,), "the prefill is cut into chunks"),
+    "prefill_chunk_size": ((None,), "chunked prefill"),
     "token_healing": ((None, False), "token healing changes the prompt"),
     "is_assistant": ((None, False), "the model assists another one"),
-    "num_beam_groups": ((None, 1), "beams in groups"),
-    "diversity_penalty": ((None, 0.0), "beams in groups"),
+    "num_beam_groups": ((None, 1), "group beam search"),
+    "diversity_penalty": ((None, 0.0), "group beam search"),
 }
-# Neither says anything about a call.
+# Fields of a generation config that have no effect on a call.
 INNER = {"transformers_version", "compile_config"}
-NOT_TAKEN = "arguments that generate does not take"
+NOT_TAKEN = "arguments that generate does not accept"
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of one call: one row each, padded on the left to one length."""
+    """The prompts of one call, padded on the left to one length."""
 
-    ids: torch.Tensor  # [rows, length]
-    tokens: tuple[npt.NDArray[np.int32], ...]  # of each row, without its padding
-    pads: tuple[int, ...]
-    copies: int  # rows that each becomes: beams, or sequences to return
+    ids: torch.Tensor  # [prompts, length]
+    tokens: tuple[npt.NDArray[np.int32], ...]  # of each prompt, without padding
+    pads: tuple[int, ...]  # padding columns of each prompt
+    copies: int  # sequences per prompt: beams, or sequences to return
     is_beams: bool
     end_tokens: frozenset[int]
 
@@ -97,8 +97,8 @@ class Prompts:
 
 
 def read_call(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Prompts | Reason:
-    """The prompts of a call, or why it is left to plain `generate`. O(tokens); a prompt on a GPU is copied
-    to the host."""
+    """Return the prompts of a call, or why plain `generate` has to run it. Copies prompts from a GPU to the
+    host."""
     try:
         bound = inspect.signature(type(model).generate).bind(model, *args, **kwargs)
     except TypeError:
@@ -115,7 +115,7 @@ def read_call(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> P
     sources = [vars(config) for config in configs]
 
     def setting(name: str, usual: Any = None) -> Any:
-        """What the call sets itself, also None, comes before its config, that before the model's."""
+        """Return an argument of the call (even None), else a setting of its config, else of the model's."""
         if name in asked:
             return asked[name]
         return next((source[name] for source in sources if source.get(name) is not None), usual)
@@ -129,18 +129,18 @@ def read_call(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> P
     if ids is None:
         return "no input_ids"
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not ids.numel():
-        return "input_ids are not a matrix of tokens"
+        return "input_ids are not a 2-D tensor of tokens"
     if ids.is_floating_point() or ids.is_complex():
-        return "input_ids are not a matrix of tokens"
+        return "input_ids are not a 2-D tensor of tokens"
     try:
         rows = ids.detach().cpu().numpy()
         if rows.min() < 0 or rows.max() >= 2**31:
-            return "input_ids have a negative token"
+            return "input_ids contain a token that is not an int32 of at least 0"
         pads = _pads(given.get("attention_mask"), rows, setting("pad_token_id"))
         beams, sequences = int(setting("num_beams") or 1), int(setting("num_return_sequences") or 1)
         end = setting("eos_token_id")
         end_tokens = frozenset() if end is None else frozenset(int(each) for each in np.ravel(_plain(end)))
-    except (TypeError, ValueError, RuntimeError):  # the last of tensors that have no values, or sparse ones
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: meta tensors and sparse ones
         return NOT_TAKEN
     if isinstance(pads, str):
         return pads
@@ -149,13 +149,13 @@ def read_call(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> P
 
 
 def _unknown(given: Mapping[str, Any], configs: Sequence[Mapping[str, Any]]) -> Reason | None:
-    """The first argument or setting that is not known to leave the cache as it is."""
+    """Return the first argument or setting that may affect cached keys and values."""
     if "past_key_values" in given:
-        return "a cache was passed in"
+        return "past_key_values were passed"
     if "inputs_embeds" in given:
-        return "embeddings as input"
+        return "inputs_embeds were passed"
     if "Assistant" in type(given.get("assistant_model")).__name__:  # the small models made for Gemma
-        return "an assistant that reads what the model has computed"
+        return "an assistant model that reads the model's own keys and values"
     known = SETTINGS | REQUIRED.keys()
     for name in sorted(given.keys() - ARGUMENTS - known):
         if name != "synced_gpus" or given[name]:
@@ -169,23 +169,23 @@ def _unknown(given: Mapping[str, Any], configs: Sequence[Mapping[str, Any]]) -> 
 
 
 def _pads(mask: Any, rows: npt.NDArray[Any], pad_token: Any) -> tuple[int, ...] | Reason:
-    """Padding columns on the left of each row."""
+    """Return the padding columns on the left of each prompt, or why they are not supported."""
     if mask is None:
-        # Then transformers guesses by the padding token.
+        # transformers then infers the mask from padding tokens.
         if pad_token is not None and bool((rows == int(np.ravel(_plain(pad_token))[0])).any()):
             return "padding tokens without an attention_mask"
         return (0,) * len(rows)
     if not isinstance(mask, torch.Tensor):
-        return "an attention_mask that is no tensor"
+        return "the attention_mask is not a tensor"
     if tuple(mask.shape) != rows.shape:
-        return "an attention_mask of another shape"
-    # Of any dtype: numpy does not have all of them.
+        return "the attention_mask has another shape than input_ids"
+    # Compare before converting: numpy lacks some dtypes.
     seen = (mask.detach() == 1).cpu().numpy()
     if bool((mask.detach() != 0).cpu().numpy()[~seen].any()):
-        return "an attention_mask of other values than 0 and 1"
+        return "the attention_mask has values other than 0 and 1"
     pads = seen.argmax(axis=1)
     if not seen[:, -1].all() or (seen.sum(axis=1) != rows.shape[1] - pads).any():
-        return "an attention_mask with holes"
+        return "the attention_mask is not left padding"
     return tuple(int(pad) for pad in pads)
 
 

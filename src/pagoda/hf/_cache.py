@@ -1,7 +1,7 @@
-"""The drop-in: `model.generate` that computes a prefix once. In: calls of `generate`; out: the same answers.
+"""A `model.generate` that computes each prefix once. In: calls of `generate`; out: the same answers.
 
 generate(**inputs) ─► read_call ─┬─► Memory.find ─► RecordingCache ─► transformers ─► Memory.keep ─► output
-                                 └─ a reason ─► transformers, as if nothing were here
+                                 └─ a reason ─► transformers, without the cache
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from pagoda.tree import draw_text
 
 __all__ = ["Call", "PrefixCache", "Stats", "cached", "disable", "enable"]
 
-# Different reasons that are counted apart, each cut to so many letters: some name what a caller made up, and
-# servers run for long.
+# At most so many reasons are counted separately, each truncated to so many letters: some quote the caller's
+# arguments, and servers run for a long time.
 MOST_REASONS, MOST_LETTERS = 50, 200
 OTHER_REASONS: Reason = "other reasons"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of `generate`: `hit_tokens` of `prompt_tokens` were not computed again. `reason` says why it
-    was left to plain `generate`, if it was."""
+    """One call of `generate`: `hit_tokens` of its `prompt_tokens` came from the cache. `reason` is why it was
+    not served, if it was not."""
 
     prompt_tokens: int
     hit_tokens: int
@@ -50,21 +50,21 @@ class Call:
 
 @dataclass(frozen=True)
 class Stats:
-    """A cache at one moment. Its text is made for people."""
+    """Statistics of a cache. `str` formats them for people."""
 
     calls: int
-    served: int  # of them went through the cache
+    served: int  # calls that used the cache
     prompt_tokens: int  # of served calls
-    hit_tokens: int  # of them were not computed again
-    stored_tokens: int  # that were written into the pool
-    cached_tokens: int  # that can be found now
+    hit_tokens: int  # prompt tokens that came from the cache
+    stored_tokens: int  # tokens written into the pools so far
+    cached_tokens: int  # tokens in the cache now
     evicted_pages: int
-    memory_bytes: int  # that were given
-    pool_bytes: int  # of them are the pools
-    working_bytes: int  # the largest copy that a call began with, besides the pools
-    # By reason; beyond 50 of them, "other reasons".
-    refused: Mapping[Reason, int]  # calls left to plain generate: calls = served + these
-    not_stored: Mapping[Reason, int]  # rows of served calls that were not kept
+    memory_bytes: int  # as given to `enable`
+    pool_bytes: int  # bytes of the pools, at most memory_bytes
+    working_bytes: int  # the largest working copy of a call, in addition to the pools
+    # By reason; after 50 different ones, "other reasons".
+    refused: Mapping[Reason, int]  # calls that were not served: calls = served + the sum of these
+    not_stored: Mapping[Reason, int]  # sequences of served calls that were not stored
 
     def __str__(self) -> str:
         share = f" ({self.hit_tokens / self.prompt_tokens:.0%})" if self.prompt_tokens else ""
@@ -83,17 +83,17 @@ class Stats:
 
 
 class PrefixCache:
-    """What one model has computed, for its next prompts. Made by `enable`.
+    """The prefix cache of one model, made by `enable`.
 
-    Several threads may call the model. Keys and values lie in pools on the model's device; when the model
-    moves or changes its dtype, they are made anew."""
+    Several threads may call the model. Keys and values are in pools on the model's device; when the model
+    changes its device or dtype, new, empty pools replace them."""
 
     def __init__(self, model: PreTrainedModel, memory: int | str) -> None:
         self._model = model
-        if isinstance(memory, bool):  # an integer to Python
+        if isinstance(memory, bool):
             raise ConfigError(f"memory: give bytes, or text such as '4GiB', not {memory}")
         self._memory_bytes = num_bytes(memory)
-        self._lock = threading.RLock()  # of the counts and of which memory there is
+        self._lock = threading.RLock()  # guards the counts and `_memory`
         self._last = threading.local()
         self._counts: Counter[str] = Counter()
         self._refused: Counter[Reason] = Counter()
@@ -101,14 +101,14 @@ class PrefixCache:
         self._working_bytes = 0
         self._layout: Layout | Reason = ""
         self._memory: Memory | None = None
-        self._made_for: tuple[Any, ...] | None = None  # device, dtype, what the config says
+        self._made_for: tuple[Any, ...] | None = None  # device, dtype, config settings
         self._is_closed = False
         self._renew()
 
     # ── looking at it ───────────────────────────────────────────────────────────────────────────────
 
     def stats(self) -> Stats:
-        """Calls, tokens, bytes, and why calls were not served."""
+        """Return counts of calls, tokens and bytes, and why calls were not served."""
         with self._lock:
             memory, counts = self._memory, self._counts
             held = None if memory is None else memory.manager.stats()
@@ -128,18 +128,16 @@ class PrefixCache:
             )
 
     def last(self) -> Call | None:
-        """What this thread's latest `generate` did, or None before the first.
-
-        Calls that were made within it (a streamer that asks, an assistant) came before it ended."""
+        """Return the call of `generate` that ended last in this thread, or None before the first one."""
         found: Call | None = getattr(self._last, "call", None)
         return found
 
     def tree(
         self, decode: Any = None, *, max_nodes: int = 200, width: int = 100, colour: bool = False
     ) -> str:
-        """A drawing of what is cached: a line a run of tokens. `decode` is a tokenizer, or its `decode`.
+        """Draw the cached prefixes, one line per node. `decode` is a tokenizer or its `decode` method.
 
-        Cost: as `draw_text`. Errors: ArgumentError."""
+        Errors: ArgumentError."""
         memory = self._memory
         if memory is None:
             return f"nothing is cached: {self._layout}"
@@ -148,13 +146,13 @@ class PrefixCache:
         )
 
     def clear(self) -> None:
-        """Forgets all prefixes; counts stay."""
+        """Empty the cache. Counts in `stats` are kept."""
         with self._lock:
             if self._memory is not None:
                 self._memory.clear()
 
     def check(self) -> None:
-        """Verify the manager and the pools. Cost: a walk over all of it. Errors: InvariantError."""
+        """Verify the manager and the pools, page by page. Errors: InvariantError."""
         if self._memory is not None:
             self._memory.check()
 
@@ -167,24 +165,24 @@ class PrefixCache:
     def generate(
         self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], namespace: str
     ) -> Any:
-        """`plain(*args, **kwargs)`, with what is known filled in. Errors: those of `plain`."""
+        """Run `plain(*args, **kwargs)` with cached prefixes filled in. Errors: those of `plain`."""
         prompts = self._reason() or read_call(self._model, args, kwargs)
         if isinstance(prompts, str):
             return self._pass_on(prompts, plain, args, kwargs)
         memory = self._memory
-        if memory is None:  # it moved in another thread
-            return self._pass_on("the model is moving", plain, args, kwargs)
+        if memory is None:  # another thread moved the model
+            return self._pass_on("the model is being moved", plain, args, kwargs)
         try:
             look = Look(self._model)
-        except (RuntimeError, TypeError, ValueError):  # tensors that have no memory of their own
-            return self._pass_on("weights of a kind that is not known", plain, args, kwargs)
+        except (RuntimeError, TypeError, ValueError):  # tensors without memory of their own
+            return self._pass_on("weights of an unknown kind", plain, args, kwargs)
         if look.drops:
             return self._pass_on("a part of the model is in training mode", plain, args, kwargs)
         space = "".join((namespace, "@", look.identity)).encode(errors="surrogatepass")
         cache, hit_tokens = self._begin(memory, prompts, space)
         if isinstance(cache, str):
             return self._pass_on(cache, plain, args, kwargs)
-        # Not held while the model runs: when it moves, or is disabled, its pools go at once.
+        # Not referenced while the model runs: if it is moved or disabled, its pools are freed at once.
         pools = weakref.ref(memory)
         del memory
         cache.on_prefill = lambda: self._keep_prompts(pools(), prompts, cache, space)
@@ -195,7 +193,7 @@ class PrefixCache:
             output = plain(*args, **{**kwargs, "past_key_values": cache})
             return output
         finally:
-            # Interrupted or not: what all layers have is right, if the weights are still the same.
+            # Even after an interruption, what all layers have is valid if the weights are unchanged.
             try:
                 if look.is_still(self._model):
                     cache.settle()
@@ -206,21 +204,21 @@ class PrefixCache:
                 self._note_loss(error)
             finally:
                 cache.close()
-                self._last.call = call  # others may have been made within it
+                self._last.call = call  # nested calls may have replaced it
 
     def _begin(self, memory: Memory, prompts: Prompts, space: bytes) -> tuple[RecordingCache | Reason, int]:
-        """The cache that a call begins with, and how many tokens it has already."""
+        """Return the cache that a call begins with, and the number of its tokens."""
         rows = prompts.ids.repeat_interleave(prompts.copies, dim=0)
         try:
             found = memory.find(prompts.tokens, prompts.pads, prompts.copies, space, MORE)
         except torch.OutOfMemoryError:
             return "no memory for the working copy", 0
-        except PagodaError as error:  # the model can do without
-            return f"not found: {error}", 0
+        except PagodaError as error:  # the model can run without the cache
+            return f"lookup failed: {error}", 0
         config = self._model.config.get_text_config(decoder=True)
         cache = RecordingCache(config, rows, 0 if found is None else found.num_columns)
         if not cache.is_known:
-            return "layers of a kind that is not known", 0
+            return "layers of an unknown kind", 0
         if found is None:
             return cache, 0
         for number, (keys, values) in found.layers.items():
@@ -232,13 +230,14 @@ class PrefixCache:
     def _keep_prompts(
         self, memory: Memory | None, prompts: Prompts, cache: RecordingCache, space: bytes
     ) -> None:
-        """Keeps the prompts once they are computed: others may need them, and windows would be held."""
-        if memory is None:  # there is nowhere to keep them any more
+        """Store the prompts as soon as they are computed, for other calls, and so that windows can drop
+        columns."""
+        if memory is None:  # the pools are gone
             cache.is_lost = True
             return
         rows = cache.tokens()[:: prompts.copies, : prompts.length].cpu().numpy()
         for row, tokens, pad in zip(rows, prompts.tokens, prompts.pads, strict=True):
-            if not np.array_equal(row[pad:], tokens):  # somebody wrote into them on the way
+            if not np.array_equal(row[pad:], tokens):  # input_ids were modified during the call
                 cache.is_lost = True
                 return
         for number, (tokens, pad) in enumerate(zip(prompts.tokens, prompts.pads, strict=True)):
@@ -252,13 +251,13 @@ class PrefixCache:
     def _keep_all(
         self, memory: Memory | None, prompts: Prompts, cache: RecordingCache, space: bytes, output: Any
     ) -> None:
-        """Keeps what a call has computed, as far as every layer has it."""
+        """Store what a call has computed, as far as every layer has it."""
         if memory is None or cache.is_lost:
             return
         rows = cache.tokens().cpu().numpy().astype(np.int32)
         answers = None
         if prompts.is_beams:
-            # Other beams than those that were chosen will not be asked for again.
+            # Only the chosen beams can come again.
             answers = [] if output is None else _sequences(output)
         for number, row in enumerate(rows):
             pad = prompts.pads[min(number // prompts.copies, len(prompts.pads) - 1)]
@@ -276,7 +275,7 @@ class PrefixCache:
 
         try:
             stored = memory.keep(tokens, columns, space)
-        except Exception as error:  # what the model computed is right all the same
+        except Exception as error:  # the model's output is valid nevertheless
             self._note_loss(error)
             return
         with self._lock:
@@ -310,7 +309,7 @@ class PrefixCache:
     # ── the model ───────────────────────────────────────────────────────────────────────────────────
 
     def _reason(self) -> Reason | None:
-        """Why no call is served now, if none is. Follows the model to another device or dtype."""
+        """Return why no call can be served now, or None. Follows the model to another device or dtype."""
         model = self._model
         if model.training:
             return "the model is in training mode"
@@ -319,11 +318,11 @@ class PrefixCache:
         try:
             self._renew()
         except (ConfigError, torch.OutOfMemoryError) as error:
-            return f"no pools where the model is now: {error}"
+            return f"no pools on the model's device: {error}"
         return self._layout if isinstance(self._layout, str) else None
 
     def _renew(self) -> None:
-        """Makes the pools for where the model is now. Errors: ConfigError."""
+        """Make new pools if the model's device, dtype or layout has changed. Errors: ConfigError."""
         model = self._model
         made_for = model.device, model.dtype, settings(model.config)
         with self._lock:
@@ -331,7 +330,7 @@ class PrefixCache:
                 return
             layout, before = served_layout(model), self._made_for
             if before is not None and before[:2] == made_for[:2] and layout == self._layout:
-                self._made_for = made_for  # the config says something else, but not of this
+                self._made_for = made_for  # the config has changed, but not the layout
                 return
             self._memory, self._made_for, self._layout = None, None, layout
             if not isinstance(layout, str):
@@ -339,7 +338,7 @@ class PrefixCache:
             self._made_for = made_for
 
     def _close(self) -> None:
-        """Gives the pools free, whoever still holds this object. Counts stay."""
+        """Free the pools, even if this object is still referenced. Counts are kept."""
         with self._lock:
             self._memory, self._layout, self._is_closed = None, "the cache is disabled", True
 
@@ -359,7 +358,7 @@ def _begins(answer: Tokens, row: Tokens) -> bool:
 
 
 def _ended(tokens: Tokens, prompt: int, end_tokens: frozenset[int]) -> Tokens:
-    """A row up to its end: shorter rows of a batch are filled up behind it."""
+    """Return a sequence up to its end token: shorter sequences of a batch are padded behind it."""
     if not end_tokens:
         return tokens
     ends = np.flatnonzero(np.isin(tokens[prompt:], list(end_tokens)))
@@ -367,12 +366,12 @@ def _ended(tokens: Tokens, prompt: int, end_tokens: frozenset[int]) -> Tokens:
 
 
 class _Generate:
-    """What stands in a model's `generate`. Copies and pickles of the model get the plain one."""
+    """Replaces a model's `generate`. Copies and pickles of the model get the original."""
 
     def __init__(self, model: PreTrainedModel, cache: PrefixCache) -> None:
         self.model, self.cache = model, cache
         self.plain: Callable[..., Any] = model.generate  # type: ignore[assignment]
-        self.own = model.__dict__.get("generate")  # what somebody else put there
+        self.own = model.__dict__.get("generate")  # an earlier replacement, to be restored
         functools.update_wrapper(self, self.plain)
 
     def __call__(self, *args: Any, namespace: str = "", **kwargs: Any) -> Any:
@@ -385,27 +384,27 @@ class _Generate:
 
 
 def _target(model: Any) -> PreTrainedModel:
-    """The model whose `generate` runs: that inside of the adapters of peft, or of torch.compile."""
+    """Return the model whose `generate` runs, inside peft adapters or torch.compile."""
     inner = getattr(model, "_orig_mod", model)
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     if not isinstance(inner, PreTrainedModel) or not isinstance(inner, GenerationMixin):
         raise ConfigError(
-            f"model: give a model of transformers that can generate, not {type(model).__name__}: "
-            "AutoModelForCausalLM.from_pretrained(…) makes one"
+            f"model: give a transformers model with generate, not {type(model).__name__}: "
+            "AutoModelForCausalLM.from_pretrained(…) returns one"
         )
     return inner
 
 
 def enable(model: Any, memory: int | str = "1GiB") -> PrefixCache:
-    """Make every later `model.generate()` reuse what earlier ones computed.
+    """Make every later `model.generate()` reuse the prefixes that earlier ones computed.
 
-    `memory` is what the pools take on the model's device; a call needs a working copy besides, as without a
-    cache. `generate` gets one more keyword, `namespace`: prefixes of two never meet. Calls that cannot be
-    served go to the plain `generate`; `stats().refused` says why. Cost: making the pools. Errors:
-    ConfigError for what is no model, has a cache already, or memory that holds nothing."""
+    `memory` is the size of the pools on the model's device. In addition, each call needs a working copy, as
+    without a cache. `generate` gets one more keyword, `namespace`: two namespaces never share prefixes. Calls
+    that cannot be served run the plain `generate`; `stats().refused` counts them by reason. Errors:
+    ConfigError if `model` cannot generate or already has a cache, or if `memory` is too small."""
     target = _target(model)
     if isinstance(target.__dict__.get("generate"), _Generate):
-        raise ConfigError("model: it has a cache already: pagoda.hf.disable(model) first")
+        raise ConfigError("model: it already has a cache: call pagoda.hf.disable(model) first")
     cache = PrefixCache(target, memory)
     _unhook(target)
     target.register_forward_pre_hook(before_forward, with_kwargs=True)
@@ -415,12 +414,11 @@ def enable(model: Any, memory: int | str = "1GiB") -> PrefixCache:
 
 
 def disable(model: Any) -> None:
-    """Give a model its plain `generate` back, and the memory free. Errors: ArgumentError if it has no
-    cache."""
+    """Restore a model's plain `generate` and free its cache. Errors: ArgumentError if it has no cache."""
     target = _target(model)
     found = target.__dict__.get("generate")
     if not isinstance(found, _Generate):
-        raise ArgumentError("model: it has no cache: pagoda.hf.enable(model) gives it one")
+        raise ArgumentError("model: it has no cache: call pagoda.hf.enable(model) first")
     del target.__dict__["generate"]
     if found.own is not None:
         target.__dict__["generate"] = found.own
@@ -429,7 +427,7 @@ def disable(model: Any) -> None:
 
 
 def _unhook(model: PreTrainedModel) -> None:
-    """Takes our hooks away, also those that came along with a copy."""
+    """Remove our hooks, also those that were copied along with the model."""
     for hooks, with_kwargs, ours in (
         (model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs, before_forward),
         (model._forward_hooks, model._forward_hooks_with_kwargs, after_forward),
@@ -441,7 +439,7 @@ def _unhook(model: PreTrainedModel) -> None:
 
 @contextmanager
 def cached(model: Any, memory: int | str = "1GiB") -> Iterator[PrefixCache]:
-    """`enable`, and `disable` at the end of the block. Cost and errors as theirs."""
+    """Enable a cache for the duration of a `with` block. Errors: those of `enable`."""
     cache = enable(model, memory)
     try:
         yield cache

@@ -1,8 +1,7 @@
-"""Which models can be served. In: a model; out: what its cache holds, as a layout, or why not.
+"""Which models can be served. In: a model; out: the layout of its cache, or why it cannot be served.
 
-A layout says what each layer keeps; served are those whose layers keep keys and values of tokens, in any
-number of kinds: full and grouped attention, latent attention, windows, layers that share. What a family is
-called does not matter."""
+A model is served if all of its layers store keys and values of tokens: full and grouped attention, latent
+attention, windows, shared layers, in any combination. The name of its family does not matter."""
 
 from __future__ import annotations
 
@@ -26,27 +25,27 @@ from pagoda.layout import (
 __all__ = ["served_layout"]
 
 PAGE_TOKENS = 16  # hits are whole pages
-LENGTH_DEPENDENT = ("dynamic", "longrope")  # rotary scaling that changes when a text gets longer
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # rotary scaling that depends on the length of the text
 
 
 def served_layout(model: PreTrainedModel) -> Layout | Reason:
-    """What a model keeps, or why it is not served. Cost: reading its config."""
+    """Return the layout of a model's cache, or why the model cannot be served."""
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
-        return "an encoder and a decoder"
-    generate = getattr(model.generate, "plain", model.generate)  # the one below ours
+        return "an encoder-decoder model"
+    generate = getattr(model.generate, "plain", model.generate)  # the original
     if getattr(generate, "__func__", None) is not GenerationMixin.generate:
-        return f"{type(model).__name__} has a generate of its own"
+        return f"{type(model).__name__} has its own generate"
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
-        return "tokens that attend to later ones"
+        return "attention that is not causal"
     if any("rope_deltas" in vars(module) for module in model.modules()):
-        return "positions that depend on the call before"
+        return "positions that depend on the previous call"
     if getattr(config, "attn_temperature_tuning", None):  # Llama 4: by column, padding included
-        return "queries that are scaled by their column"
+        return "queries that are scaled by column"
     if len(set(getattr(model, "hf_device_map", {"": ""}).values())) > 1:
         return "layers on several devices"
     if model.device.type == "meta":
-        return "weights on no device"
+        return "weights on the meta device"
     for rotary in _rotaries(config):
         name = rotary.get("rope_type", rotary.get("type"))
         if name in LENGTH_DEPENDENT:
@@ -54,7 +53,7 @@ def served_layout(model: PreTrainedModel) -> Layout | Reason:
     try:
         layout = from_hf(config, kv_dtype=model.dtype)
     except ConfigError as error:
-        return f"the config is not known: {error}"
+        return f"unknown config: {error}"
     for kinds in layout.layers:
         for kind in kinds:
             if (why := _unserved(kind)) is not None:
@@ -73,7 +72,7 @@ def _unserved(kind: Kind) -> Reason | None:
 
 
 def _rotaries(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The rotary embeddings of a config: one, or one for each kind of layer."""
+    """Yield the rotary settings of a config: one, or one per kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         found = getattr(config, name, None)
         if isinstance(found, Mapping):

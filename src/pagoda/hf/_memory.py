@@ -1,9 +1,9 @@
-"""Keys and values of prefixes, for one model. In: tokens, and tensors as transformers has them; out: the same
-tensors for tokens that were seen before.
+"""Stores the keys and values of one model. In: tokens, and tensors in transformers' form; out: the same
+tensors for tokens that were stored before.
 
-A `Manager` plans and `Pools` hold. Nothing runs between calls: a row is admitted, read or written, and
-released, all under one lock, so the pools have no page that the tree does not know. Every page has the
-contents of its tokens in all layers, because it is written before the next call looks for it."""
+A `Manager` plans and `Pools` store. No row runs between calls: each row is admitted, read or written, and
+released under one lock, so every page in use belongs to the tree. Every page in the tree has its keys and
+values in all layers, because they are written before the next lookup."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from pagoda.pools import Batch, Pools
 __all__ = ["Columns", "Memory", "Tokens"]
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
-# Layer, first and last token → its keys and values [heads, tokens, dim], or None where they are gone.
+# (layer, begin, end) → keys and values of these tokens, [heads, tokens, dim] each, or None if they are gone.
 Columns: TypeAlias = Callable[[int, int, int], tuple[torch.Tensor, torch.Tensor] | None]
 
-# Tokens that are written and committed at once, at most; where there are windows, they need room for them.
+# Most tokens written in one step; fewer with windows, which need room for them.
 CHUNK, WINDOW_CHUNK = 8192, 512
-# Memory is divided between layers that keep all tokens and windows: for requests of this length, or for so
-# many requests at least.
+# Memory is divided between full layers and windows for requests of USUAL tokens, or shorter ones so that at
+# least AT_LEAST requests fit.
 USUAL, AT_LEAST = 2048, 8
-ENDLESS = 2**20  # tokens of a row where only windows are kept
+ENDLESS = 2**20  # longest sequence if all layers are windows
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was found for the rows of a batch: `num_columns` columns of each, padding included."""
+    """What was found for the sequences of a batch: `num_columns` columns of each, padding included."""
 
     num_columns: int
-    num_tokens: int  # of all rows together
-    layers: dict[int, tuple[torch.Tensor, torch.Tensor]]  # [rows, heads, columns, dim] each, by layer
+    num_tokens: int  # of all sequences together
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]]  # [sequences, heads, columns, dim] each, by layer
     num_bytes: int
 
 
 class Memory:
-    """The pools of one model, and the manager that says what lies in them.
+    """The pools of one model, and the manager that plans them.
 
-    `memory` is all that pools take, padding included. Several threads may call. Errors: ConfigError when
-    not even two pages of each group fit, or when it is more than there is."""
+    `memory` is the size of the pools, padding included. Several threads may call. Errors: ConfigError if
+    not even two pages of each group fit, or if the device has too little memory."""
 
     def __init__(self, layout: Layout, memory: int | str, device: torch.device) -> None:
         self.memory_bytes = num_bytes(memory)
@@ -60,11 +60,11 @@ class Memory:
         if longest is not None and longest < 2 * step:
             needed = layout.memory_for(1, 2 * step, chunk=step)
             raise ConfigError(
-                f"memory: {show_bytes(self.memory_bytes)} hold no prefix of this model: give at least "
-                f"{show_bytes(needed)}, or better what some thousands of tokens take, at "
-                f"{show_bytes(int(layout.request_bytes(USUAL)))} for {USUAL:,}"
+                f"memory: {show_bytes(self.memory_bytes)} are too few to cache a prefix of this model: give "
+                f"at least {show_bytes(needed)}, better several times the "
+                f"{show_bytes(int(layout.request_bytes(USUAL)))} of {USUAL:,} tokens"
             )
-        # Windows are kept where requests end or part: the shorter requests are, the more of them there are.
+        # Windows are kept where sequences end or branch: the shorter they are, the more windows there are.
         usual = USUAL if longest is None else min(USUAL, max(longest // AT_LEAST, 2 * step))
         self._has_windows = any(group.window for group in layout.paged_groups)
         self.chunk = max(step, (WINDOW_CHUNK if self._has_windows else CHUNK) // step * step)
@@ -79,12 +79,12 @@ class Memory:
         held = budget.num_tokens
         self.max_tokens = ENDLESS if held is None else held
         given = show_bytes(self.memory_bytes)
-        # Two rows: one that is read or written, and one for the page below it.
+        # Two rows: one to read or write, and one to read the window of the page before.
         capacity, num_rows, max_tokens = budget.capacity(), 2, self.max_tokens + 1
         try:
             self.manager = Manager(layout, capacity, num_rows=num_rows, max_tokens=max_tokens)
         except ConfigError as error:
-            raise ConfigError(f"memory: {given} hold more tokens than can be numbered: give less") from error
+            raise ConfigError(f"memory: {given} are more than page ids can address: give less") from error
         try:
             self._pools = Pools(
                 layout,
@@ -98,7 +98,7 @@ class Memory:
         except RuntimeError as error:  # also torch.OutOfMemoryError
             raise ConfigError(f"memory: {given} cannot be allocated on {device}: give less") from error
         self._lock = threading.RLock()
-        self._last: tuple[Any, Any] | None = None  # the stream that worked here last, and an event on it
+        self._last: tuple[Any, Any] | None = None  # the last stream that used the pools, and an event on it
 
     @property
     def pool_bytes(self) -> int:
@@ -110,11 +110,11 @@ class Memory:
     def find(
         self, rows: Sequence[Tokens], pads: Sequence[int], copies: int, namespace: bytes, room: int = 0
     ) -> Found | None:
-        """What is known of the rows of a batch, copied together; None when nothing is.
+        """Return a copy of the cached columns of a batch, each sequence repeated `copies` times; None if
+        nothing is cached.
 
-        At least the last column is left to compute. Each row stands `copies` times. Where there is one row,
-        layers that keep all have place for `room` columns more than the batch has. Cost: one look-up a row,
-        and one copy of what was found, at memory speed."""
+        At least the last column is left to compute. If there is one sequence, full layers get room for `room`
+        more columns than the batch has. Cost: one lookup per sequence and one copy of what was found."""
         with self._alone():
             columns = self._num_columns(rows, pads, namespace)
             known = [max(0, columns - pad) for pad in pads]
@@ -135,14 +135,14 @@ class Memory:
             return Found(columns, sum(known), layers, total)
 
     def _num_columns(self, rows: Sequence[Tokens], pads: Sequence[int], namespace: bytes) -> int:
-        """Columns that all rows have. A hit is whole pages of one row; rows begin at different columns, so
-        that some are used up to the middle of a page: then windows are needed at the page below too."""
+        """Return the columns that all sequences have. Hits are whole pages, but sequences begin at different
+        columns, so some end inside a page; these need the windows of the page before, too."""
 
         def hit(row: Tokens) -> int:
             return int(self.manager.hit(row, namespace=namespace))
 
         columns = min(pad + hit(row) for row, pad in zip(rows, pads, strict=True))
-        # Each time round there are fewer columns.
+        # Each iteration reduces the columns.
         while True:
             for row, pad in zip(rows, pads, strict=True):
                 n = columns - pad
@@ -155,8 +155,8 @@ class Memory:
                 return columns
 
     def _slots(self, row: Tokens, n: int, columns: int, namespace: bytes) -> dict[str, npt.NDArray[np.int32]]:
-        """Where the first n tokens of a row lie, by group, −1 for padding before them: of a window the last
-        columns."""
+        """Return the slots of the first n tokens of a sequence, by group, −1 for the padding before them; for
+        a window only those of its last columns."""
         admitted = [
             self.manager.admit(row[: end + 1], namespace=namespace, reserve=0) for end in self._ends(n)
         ]
@@ -176,8 +176,8 @@ class Memory:
         return slots
 
     def _ends(self, n: int) -> list[int]:
-        """Where a row is looked up so that n tokens of it can be read: the page that has the last of them,
-        and where windows have to be whole too, the one before. The longer first; none is 0."""
+        """Return the lengths to look up so that n tokens of a sequence can be read: the end of their last
+        page and, with windows, of the last whole page. The longest comes first; 0 is omitted."""
         step = self.layout.resume_step
         ends = {-(-n // step) * step, n // step * step if self._has_windows else 0}
         return sorted(ends - {0}, reverse=True)
@@ -185,11 +185,11 @@ class Memory:
     def _gather(
         self, group: PagedGroup, slots: npt.NDArray[np.int32], num_rows: int, room: int
     ) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], int]:
-        """Copies of the keys and values of all layers of a group: [rows, heads, columns, dim]."""
+        """Copy the keys and values of all layers of a group: [sequences, heads, columns, dim] each."""
         pool = self._pools[group.name]
         shapes = [pool.k_shape] if pool.v_shape is None else [pool.k_shape, pool.v_shape]
         columns = slots.size // num_rows
-        width = columns + room if num_rows == 1 else columns  # what is gathered lies together
+        width = columns + room if num_rows == 1 else columns  # gathered columns have to be contiguous
         outs = [
             [torch.empty(num_rows, width, *shape, dtype=pool.dtype, device=self.device) for _ in group.layers]
             for shape in shapes
@@ -199,7 +199,7 @@ class Memory:
         for number, layer in enumerate(group.layers):
             sides = [side[number].transpose(1, 2) for side in outs]
             kind = self.layout.layers[layer][0]
-            if isinstance(kind, LatentAttention):  # transformers has its two parts apart
+            if isinstance(kind, LatentAttention):  # transformers has two tensors for its parts
                 sides = list(sides[0].split([part.shape[0] for part in kind.entry.parts], dim=-1))
             found[layer] = (sides[0], sides[1])
         return found, sum(out.nbytes for side in outs for out in side)
@@ -207,15 +207,14 @@ class Memory:
     # ── writing ─────────────────────────────────────────────────────────────────────────────────────
 
     def keep(self, row: Tokens, columns: Columns, namespace: bytes) -> int:
-        """Keeps whole pages of a row that are not known yet; how many tokens.
-
-        What is too long is kept as far as there is room. Cost: a look-up, and one copy of what is new."""
+        """Store the whole pages of a sequence that are not cached yet, as far as there is room, and return
+        the number of tokens stored. Cost: one lookup and one copy of what is new."""
         step = self.layout.resume_step
         end = min(row.size, self.max_tokens) // step * step
         if end == 0:
             return 0
         with self._alone():
-            # One more token than is looked for: the last one of a row is never a hit.
+            # One more token, because the last one of a prompt is never a hit.
             try:
                 admitted = self.manager.admit(
                     np.append(row[:end], np.int32(0)), namespace=namespace, reserve=0
@@ -239,7 +238,7 @@ class Memory:
             return begin - admitted.hit
 
     def _write(self, batch: Batch, begin: int, end: int, columns: Columns) -> bool:
-        """Writes tokens of a row into its pages, in all layers; False, and nothing, where some are gone."""
+        """Write the tokens of a step in all layers; return False and write nothing if some are gone."""
         read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for group in self.layout.paged_groups:
             dtype = self._pools[group.name].dtype
@@ -249,7 +248,7 @@ class Memory:
                     return False
                 if found[0].dtype != dtype:
                     raise ArgumentError(
-                        f"layer {number} computes {found[0].dtype}, but its pool has the dtype {dtype}"
+                        f"layer {number} computes {found[0].dtype}, but its pool stores {dtype}"
                     )
                 read[number] = found
         for number, sides in read.items():
@@ -266,8 +265,8 @@ class Memory:
         self._step()
 
     def _step(self, rows: int | tuple[int, ...] = (), n: int = 0) -> Batch:
-        """Plan a step and carry it out. Work on the pools is in the order of one stream, so that the step's
-        fence passes at once."""
+        """Plan a step and apply it. Work on the pools is ordered on one stream, so the step's fence can pass
+        at once."""
         if self._pools.step != self.manager.step - 1:  # a call was interrupted
             self._pools.reset(self.manager.step - 1)
         delta = self.manager.plan(rows, n)
@@ -277,11 +276,10 @@ class Memory:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other thread works here, no row runs, and work of this stream begins behind that of the last
-        one."""
+        """Take the lock, release rows of interrupted calls, and order this stream after the last one."""
         with self._lock:
             held = self.manager.stats()
-            if held.rows or held.waiting_rows:  # a call was interrupted between two lines
+            if held.rows or held.waiting_rows:  # a call was interrupted
                 self._release([row for row in (1, 2) if self._is_running(row)])
             if self.device.type != "cuda":
                 yield
@@ -290,7 +288,7 @@ class Memory:
             if self._last is None or self._last[0] != stream:
                 if self._last is not None:
                     stream.wait_event(self._last[1])
-                for buffer in self._pools.tensors():  # they may go while a copy of them is still under way
+                for buffer in self._pools.tensors():  # they may be freed while a copy is still running
                     buffer.record_stream(stream)
             try:
                 yield
@@ -309,13 +307,13 @@ class Memory:
     # ── the whole ───────────────────────────────────────────────────────────────────────────────────
 
     def clear(self) -> None:
-        """Forgets everything; the pools stay."""
+        """Forget all prefixes; the pools stay allocated."""
         with self._lock:
             self.manager.reset()
             self._pools.reset()
 
     def check(self) -> None:
-        """Verifies manager and pools, and that nothing runs between calls. Errors: InvariantError."""
+        """Verify the manager and the pools. Errors: InvariantError."""
         with self._lock:
             self.manager.check()
             self._pools.check()

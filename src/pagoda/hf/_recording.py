@@ -1,12 +1,12 @@
-"""The working copy of one call, and which tokens stand in it.
+"""The working copy of one call, and the tokens in it.
 
-In: what `generate` and the model do with a cache; out: keys, values and tokens of every row, as far as all
-layers have them. A `RecordingCache` is transformers' own `DynamicCache`; besides, it follows the tokens
-through everything that changes rows or columns, and its windows keep what falls out of them until it is
-taken.
+In: what `generate` and the model do with a cache; out: keys, values and tokens of every sequence, as far as
+all layers have them. A `RecordingCache` is a `DynamicCache` of transformers that also tracks the token of
+each column through all operations on sequences and columns. Its windows keep columns that leave the window
+until they are stored.
 
-Two functions hooked to the model tell it which tokens enter. They know no state, so that a model with them
-can be copied and pickled."""
+Two hooks of the model tell it which tokens enter a forward pass. They have no state, so that the model can be
+copied and pickled."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 __all__ = ["MORE", "RecordingCache", "after_forward", "before_forward"]
 
-MORE = 128  # columns at least that a layer has room for
+MORE = 128  # a layer has room for at least so many more columns
 
 
 class RecordingLayer(DynamicLayer):
-    """Keys and values of all columns, in memory with room for more: a new column is written behind the
-    others, where transformers copies all of them.
+    """Keys and values of all columns, in a buffer with room for more: a new column is appended in place,
+    where transformers would copy all columns.
 
-    `keys` and `values` are the front of the memory, as long as nobody has put something else there."""
+    `keys` and `values` are views of the front of the buffer, unless transformers has replaced them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -48,7 +48,7 @@ class RecordingLayer(DynamicLayer):
     def _has_room(self, begin: int, end: int) -> bool:
         if self.room is None or end > self.room[0].shape[-2]:
             return False
-        # Rows that were chosen or repeated lie elsewhere.
+        # Selected or repeated sequences are in other memory.
         return begin == 0 or all(
             held.data_ptr() == room.data_ptr() and held.shape[0] == room.shape[0]
             for held, room in zip(self._held(), self.room, strict=True)
@@ -71,17 +71,18 @@ class RecordingLayer(DynamicLayer):
 
 
 def roomy(like: torch.Tensor, rows: int, heads: int, columns: int, dim: int) -> torch.Tensor:
-    """[rows, heads, columns and room for more, dim], uninitialised; heads of one column lie side by side."""
+    """Return an uninitialised [rows, heads, columns and room for more, dim]; in memory, the heads of a column
+    are adjacent."""
     more = max(MORE, columns // 8)
     return like.new_empty(rows, columns + more, heads, dim).transpose(1, 2)
 
 
 class RecordingWindow(DynamicSlidingWindowLayer):
-    """A window that also keeps all it was given since `begin`, for the pool."""
+    """A window that also keeps all columns since `begin`, until they are stored in the pools."""
 
     def __init__(self, sliding_window: int) -> None:
         super().__init__(sliding_window)
-        self.begin = 0  # the column at which `parts` begin
+        self.begin = 0  # first column of `parts`
         self.parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # [rows, heads, columns, dim] each
 
     def update(
@@ -92,18 +93,18 @@ class RecordingWindow(DynamicSlidingWindowLayer):
         return found
 
     def joined(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values from `begin` on."""
+        """Return keys and values from column `begin` on."""
         if len(self.parts) > 1:
             keys, values = zip(*self.parts, strict=True)
             self.parts = [(torch.cat(keys, dim=-2), torch.cat(values, dim=-2))]
         return self.parts[0]
 
     def forget(self, column: int) -> None:
-        """Keeps nothing before a column any more."""
+        """Drop all columns before `column`."""
         if column <= self.begin or not self.parts:
             return
         keys, values = self.joined()
-        # Copies: a view would keep all of it.
+        # Clone: a view would keep the whole tensor alive.
         self.parts = [
             (keys[..., column - self.begin :, :].clone(), values[..., column - self.begin :, :].clone())
         ]
@@ -135,10 +136,10 @@ class RecordingWindow(DynamicSlidingWindowLayer):
 
 
 class RecordingCache(DynamicCache):
-    """Transformers' cache for one call, with `num_cached` columns filled in before the model has run.
+    """The cache of one call, with `num_cached` columns filled in before the model runs.
 
-    `num_columns` columns are there in all layers; `tokens` says of which tokens. Errors: none of its own;
-    `is_lost` says that it could not follow."""
+    All layers have `num_columns` columns, of the tokens that `tokens` returns. `is_lost` means that it could
+    not track them."""
 
     def __init__(self, config: Any, tokens: torch.Tensor, num_cached: int) -> None:
         super().__init__(config=config)
@@ -160,25 +161,24 @@ class RecordingCache(DynamicCache):
 
     @property
     def is_known(self) -> bool:
-        """Whether all layers are of kinds that can be copied in and out."""
+        """Whether all layers are of kinds that can be filled and stored."""
         return all(type(layer) in (RecordingLayer, RecordingWindow) for layer in self.layers)
 
     @property
     def num_columns(self) -> int:
-        """Columns that every layer has, whatever was interrupted."""
+        """Columns that every layer has, even after an interruption."""
         return sum(part.shape[1] for part in self._tokens)
 
     def tokens(self) -> torch.Tensor:
-        """[rows, num_columns] int64: what stands in the columns."""
+        """Return the tokens of all columns: [rows, num_columns] int64."""
         if len(self._tokens) > 1:
             self._tokens = [torch.cat(self._tokens, dim=1)]
         return self._tokens[0]
 
     def fill(self, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Gives a layer its cached columns: [rows, heads, columns, dim]; of a window, the last ones.
+        """Fill in the cached columns of a layer: [rows, heads, columns, dim] each.
 
-        The first `num_cached` columns of what a layer that keeps all is given are cached, the others room for
-        more."""
+        A window takes its last columns. Other layers take `num_cached` columns, followed by room for more."""
         layer: Any = self.layers[number]
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
@@ -189,8 +189,8 @@ class RecordingCache(DynamicCache):
             layer.keys, layer.values = keys[..., : self.num_cached, :], values[..., : self.num_cached, :]
 
     def columns(self, number: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values of a layer: [rows, heads, end − begin, dim]; None where a window has lost some.
-        O(1), or O(columns) for a window."""
+        """Return keys and values of a layer, [rows, heads, end − begin, dim] each; None if a window has
+        dropped some of them."""
         layer: Any = self.layers[number]
         if isinstance(layer, RecordingWindow):
             if begin < layer.begin or not layer.parts:
@@ -204,14 +204,14 @@ class RecordingCache(DynamicCache):
         return keys[..., begin:end, :], values[..., begin:end, :]
 
     def forget(self, column: int) -> None:
-        """Windows keep nothing before a column any more."""
+        """Drop the columns of windows before `column`."""
         for layer in self.layers:
             if isinstance(layer, RecordingWindow):
                 layer.forget(column)
 
     def trim(self) -> None:
-        """Gives back the room behind the columns, as transformers' own cache has none. Cost: a copy of it,
-        layer by layer. Errors: those of torch, when there is no memory for a layer; then some have room."""
+        """Copy each layer without its room for more columns, as in transformers' own cache. Errors: those of
+        torch if there is no memory for the copy; some layers then keep their room."""
         for layer in self.layers:
             if isinstance(layer, RecordingLayer) and layer.room is not None:
                 layer.room = None
@@ -220,7 +220,7 @@ class RecordingCache(DynamicCache):
                 )
 
     def close(self) -> None:
-        """Makes it a plain cache again, which may be the caller's from now on."""
+        """Turn this into a plain DynamicCache, which the caller may keep."""
         for layer in self.layers:
             if isinstance(layer, RecordingWindow):
                 del layer.parts, layer.begin
@@ -232,7 +232,7 @@ class RecordingCache(DynamicCache):
         self.__dict__ = {name: value for name, value in self.__dict__.items() if name in kept}
         object.__setattr__(self, "__class__", DynamicCache)
 
-    # What transformers does to rows and columns.
+    # Operations of transformers on sequences and columns.
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
@@ -257,37 +257,37 @@ class RecordingCache(DynamicCache):
         super().reset()  # type: ignore[no-untyped-call]
         self.is_lost = True
 
-    # What the model does.
+    # Forward passes of the model.
 
     def enter(self, tokens: Any) -> None:
-        """A forward pass begins with these tokens."""
+        """Begin a forward pass with these tokens."""
         self.settle()
         if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 or self._entering is not None:
-            self.is_lost = True  # embeddings, or a pass that was broken off and tried again
+            self.is_lost = True  # embeddings, or a pass that was interrupted and repeated
         self._entering = tokens
 
     def arrive(self) -> None:
-        """A forward pass has gone through all layers."""
+        """End a forward pass: all layers have its tokens."""
         if isinstance(self._entering, torch.Tensor):
             self._tokens.append(self._entering)
         self._entering = None
         self._has_run = True
 
     def settle(self) -> None:
-        """What waits for the first pass is done: before the second one, or at the end, so that nobody waits
-        for it before the first token."""
+        """Call `on_prefill` once the first pass is over: before the second pass, or at the end, so that it
+        does not delay the first token."""
         if self._has_run and self.on_prefill is not None and not self.is_lost:
             waiting, self.on_prefill = self.on_prefill, None
             waiting()
 
     def repeats_cached(self, num_tokens: int) -> bool:
-        """Whether the first pass was given all of the prompt although part of it is cached: assisted decoding
-        passes it whole."""
+        """Return whether the first pass gets the whole prompt although part of it is cached, as in assisted
+        decoding."""
         return not self._has_run and self.num_cached > 0 and num_tokens >= self._prompt
 
 
 def before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Hooked before a model's forward: tells a recording cache what enters."""
+    """Forward pre-hook: tell a recording cache which tokens enter."""
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, RecordingCache):
         return None
@@ -305,7 +305,7 @@ def before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def after_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Hooked behind a model's forward: what entered is in all layers."""
+    """Forward hook: tell a recording cache that all layers have the tokens."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, RecordingCache):
         cache.arrive()

@@ -194,9 +194,7 @@ def _evict(tour: _Tour, before: Answer) -> None:
         first = ask("H", tour.handbook, question, before)
         ask("B", tour.bakery, BAKERY_QUESTION)
         evicted = cache.stats().evicted_pages
-        pen.say(
-            f"{evicted} pages were evicted, from the end of the handbook; its beginning is still cached.\n"
-        )
+        pen.say(f"{evicted} pages were evicted from the end of the handbook; the rest is still there.\n")
         again = ask("H", tour.handbook, question, before)
         once_more = ask("H", tour.handbook, question, before)
         pen.say("\nThe effect on the time to the first token:")
