@@ -38,8 +38,8 @@ def page() -> str:
     blocks = (
         "# Families",
         f"""
-        Which model types `pagoda.hf` serves: {num_served} of the {num_families} that layouts know. The others go to
-        plain `generate`, for the reason given here. [hf.md](hf.md) says which calls are served.
+        Which model types `pagoda.hf` serves: {num_served} of the {num_families} that layouts know. The others
+        go to plain `generate`, for the reason given here. [hf.md](hf.md) says which calls are served.
         `docs/families.py` generates this page from the models that the tests run.
         """,
         _table(("model type", "variant", "layers", "served, or why not"), rows),
