@@ -160,8 +160,23 @@ def test_links_lead_somewhere(page: Path):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
-    for target in re.findall(r"`((?:tests|docs|native|bench|src)/[\w/.]+)`", page.read_text()):
+    for target in re.findall(r"`((?:tests|docs|native|bench|src|examples)/[\w/.]+)`", page.read_text()):
         assert (ROOT / target).exists(), target
+    for target in re.findall(r"`(test_\w+\.py)`", page.read_text()):
+        assert list((ROOT / "tests").rglob(target)), target
+
+
+def test_figures_begin_with_a_summary_of_one_screen():
+    summary = (ROOT / "docs" / "figures.md").read_text().split("\n## ")[0]
+    assert len(summary.splitlines()) <= 35
+
+
+def test_an_invariant_has_its_statement_owner_proof_and_reason():
+    rows = re.findall(r"^\| \d+ \|.*$", (ROOT / "docs" / "invariants.md").read_text(), re.MULTILINE)
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert len(cells) == 5, row
+        assert all(cells), row
 
 
 def test_invariants_are_numbered_and_those_that_code_names_exist():
