@@ -553,7 +553,7 @@ def _models() -> str:
 One rank; the model's own dtype, or bfloat16 if its config has none; recurrent states in float32; entries of
 DeepSeek-V4 and indexer keys in fp8. KiB, MiB and GiB are powers of 1,024; 8k is 8,192 tokens.
 
-- A token is what each further token costs for good: windows and states do not grow.
+- Bytes per token count the layers that keep every token; windows and states do not grow with the length.
 - A request is the most that it holds while it grows token by token: whole pages, and its state.
 - A checkpoint is what has to be kept of a state to resume from it. In a pool it takes a whole state.
 

@@ -46,8 +46,7 @@ class PagedGroup:
             )
         if self.page_tokens % self.storage.ratio:
             raise ConfigError(
-                f"page_tokens of {self.name}: give a multiple of {self.storage.ratio}, "
-                "the tokens per entry"
+                f"page_tokens of {self.name}: give a multiple of {self.storage.ratio}, the tokens per entry"
             )
 
     @property
