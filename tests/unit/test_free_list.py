@@ -98,7 +98,7 @@ def test_freeing_twice_is_found_at_the_call(fence: int | None):
     assert state(ids) == before
     with pytest.raises(NotHeldError):
         ids.free([5], fence)  # never allocated
-    with pytest.raises(DoubleFreeError, match=r"ids\[2\] = 1 stands twice"):
+    with pytest.raises(DoubleFreeError, match=r"ids\[2\] = 1 is duplicated"):
         ids.free([1, 3, 1], fence)
     assert state(ids) == before
     ids.free([1, 3], fence)
@@ -237,7 +237,7 @@ class TestFreeSlots:
         ids = FreeList(4)
         ids.alloc(2)
         before = state(ids)
-        with pytest.raises(NotHeldError, match="lies in page 3"):
+        with pytest.raises(NotHeldError, match="is in page 3"):
             ids.free_slots([4, 12], 4)
         assert state(ids) == before
 

@@ -382,7 +382,7 @@ def test_steps_follow_each_other():
         pools.apply(delta_of(step, [5], [step], NONE))
     before = content(pools)
     for wrong in (3, 1, 5):  # repeated, long ago, one left out
-        with pytest.raises(ArgumentError, match=f"of step {wrong}, and the next one is step 4"):
+        with pytest.raises(ArgumentError, match=f"of step {wrong}, but the next one is step 4"):
             pools.apply(delta_of(wrong, [5], [7], NONE))
     assert content(pools) == before
     pools.apply(delta_of(4, [], [], NONE))
