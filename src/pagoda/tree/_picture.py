@@ -9,8 +9,8 @@ One line per node::
        └─ " What do you eat?"  pages 4, 7  8 tokens  leaf, 2nd coldest
 
 `coldest` is the leaf that `evict` trims first. A node marked `lost` cannot be found any more and is evicted
-first once no lease protects it. Ranks are shown only if the drawing covers the whole tree; otherwise `used 7` is
-the call counter at the last use.
+first once no lease protects it. Ranks are shown only if the drawing covers the whole tree; otherwise
+`used 7` is the call counter at the last use.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def draw_json(
     """Draw the tree as one JSON object of at most `max_bytes` bytes of UTF-8.
 
     `nodes` is flat, since parsers limit nesting, and ordered by level: parents come before their children,
-    and a cut drops the deepest nodes. `parent` is the `number` of the parent, null for a namespace, which has a
-    name instead of tokens. `rank` 1 is the leaf that evict trims first; null unless the drawing covers the
+    and a cut drops the deepest nodes. `parent` is the `number` of the parent, null for a namespace, which has
+    a name instead of tokens. `rank` 1 is the leaf that evict trims first; null unless the drawing covers the
     whole tree. `is_cut` says whether something is missing, `left_out` how many nodes; for one namespace,
     `left_out` is a lower bound. The text contains no "<", so it can be embedded in a script element. Errors:
     ArgumentError, also if `max_bytes` is too small for a drawing without nodes.
