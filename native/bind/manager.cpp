@@ -269,7 +269,7 @@ void pass_fence(Managed& self, nb::handle step) {
   deliver(self.core.tree(), self);
 }
 
-// ── looking ─────────────────────────────────────────────────────────────────────────────────────────
+// ── inspecting ──────────────────────────────────────────────────────────────────────────────────────
 
 nb::object page_ids(const Managed& self, nb::handle row, nb::handle group) {
   const int64_t number = to_int(row, "row", std::numeric_limits<int32_t>::min(), kMaxId);
@@ -349,9 +349,11 @@ void bind_manager(nb::module_& m) {
       .def("__init__", &construct, nb::arg("groups").none(), nb::arg("num_rows").none(), nb::arg("max_tokens").none(),
            nb::arg("watermark").none())
       .def_prop_ro(
-          "num_rows", [](const Managed& self) { return self.core.num_rows(); }, "Most requests that run at once.")
+          "num_rows", [](const Managed& self) { return self.core.num_rows(); },
+          "Maximum number of requests that run at once.")
       .def_prop_ro(
-          "max_tokens", [](const Managed& self) { return self.core.max_tokens(); }, "Most tokens of one row.")
+          "max_tokens", [](const Managed& self) { return self.core.max_tokens(); },
+          "Maximum number of tokens of one row.")
       .def_prop_ro(
           "step", [](const Managed& self) { return self.core.step(); },
           "The number of the step that `plan` plans next.")
@@ -361,12 +363,18 @@ void bind_manager(nb::module_& m) {
       .def("can_admit", &can_admit, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
            nb::arg("extra_keys").none() = none, nb::arg("reserve").none() = nb::none(),
            nb::arg("max_hit").none() = nb::none(), nb::arg("read").none() = true, nb::arg("store").none() = true,
+           nb::sig("def can_admit(self, tokens: IdsLike, *, namespace: bytes | str = b'', extra_keys: "
+                   "Sequence[ExtraKey] = (), reserve: int | None = None, max_hit: int | None = None, read: bool = "
+                   "True, store: bool = True) -> bool"),
            R"(Return whether `admit` with these arguments would succeed now.
 
 Pages that its own hit would lock do not count as evictable. Errors: as `admit`, except CapacityError.)")
       .def("admit", &admit, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
            nb::arg("extra_keys").none() = none, nb::arg("reserve").none() = nb::none(),
            nb::arg("max_hit").none() = nb::none(), nb::arg("read").none() = true, nb::arg("store").none() = true,
+           nb::sig("def admit(self, tokens: IdsLike, *, namespace: bytes | str = b'', extra_keys: Sequence[ExtraKey] "
+                   "= (), reserve: int | None = None, max_hit: int | None = None, read: bool = True, store: bool = "
+                   "True) -> Admitted"),
            R"(Admit a request: give it a row, the longest cached prefix, and slots for the rest.
 
 At least one token is left to compute. `reserve` is the number of tokens after the hit that get slots, by default all
@@ -375,27 +383,36 @@ that it commits is cached. The caller owns the row until `release`. Errors: Capa
 out; ArgumentError; OutOfRangeError for a token.)")
       .def("hit", &hit, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
            nb::arg("extra_keys").none() = none,
+           nb::sig("def hit(self, tokens: IdsLike, *, namespace: bytes | str = b'', extra_keys: Sequence[ExtraKey] = "
+                   "()) -> int"),
            R"(Return how many of these tokens `admit` would find cached. Changes nothing.
 
 Errors: as `admit`, except CapacityError.)")
       .def("pending", &pending, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
            nb::arg("extra_keys").none() = none,
+           nb::sig("def pending(self, tokens: IdsLike, *, namespace: bytes | str = b'', extra_keys: "
+                   "Sequence[ExtraKey] = ()) -> Pending | None"),
            R"(Return the running request that is about to compute most of these tokens beyond the present hit, or None.
 
 Only tokens count that it was admitted with and has slots for. Compares the tokens with every running request. Errors:
 as `admit`, except CapacityError.)")
       .def("can_reserve", &can_reserve, nb::arg("rows").none(), nb::arg("n").none() = 1,
+           nb::sig("def can_reserve(self, rows: IdsLike | int, n: IdsLike | int = 1) -> bool"),
            "Return whether `reserve` with these arguments would succeed now. Errors: as `reserve`, except "
            "CapacityError.")
       .def("num_reservable", &num_reservable, nb::arg("rows").none(), nb::arg("n").none() = 1,
+           nb::sig("def num_reservable(self, rows: IdsLike | int, n: IdsLike | int = 1) -> int"),
            "Return how many of the rows, starting with the first, `reserve` could serve together. Errors: as "
            "`can_reserve`.")
       .def("reserve", &reserve, nb::arg("rows").none(), nb::arg("n").none() = 1,
+           nb::sig("def reserve(self, rows: IdsLike | int, n: IdsLike | int = 1) -> None"),
            R"(Give each of these rows slots for n more tokens, or row i slots for n[i] more.
 
 Pages come from the free-lists first and then from the tree, coldest first. Errors: CapacityError, which names the group;
 ArgumentError; OutOfRangeError, NotHeldError, AlreadyHeldError for a row.)")
       .def("commit", &commit, nb::arg("rows").none(), nb::arg("tokens").none(), nb::arg("counts").none() = nb::none(),
+           nb::sig("def commit(self, rows: IdsLike | int, tokens: IdsLike | int, counts: IdsLike | int | None = None) "
+                   "-> None"),
            R"(Report which tokens the next computed ones are.
 
 A single row gets all of `tokens`. An array of rows gets one token per row, or counts[i] for row i, with `tokens` listed
@@ -403,52 +420,61 @@ row after row. The tree takes whole pages, and other requests can hit them at on
 given up. Errors: ArgumentError for more tokens than are computed; OutOfRangeError for a token; as `reserve` for
 rows.)")
       .def("rollback", &rollback, nb::arg("rows").none(), nb::arg("n").none(),
+           nb::sig("def rollback(self, rows: IdsLike | int, n: IdsLike | int) -> None"),
            R"(Take back the last n reserved tokens of each row, or n[i] of row i, whether computed or not.
 
 Committed tokens cannot be taken back. The row keeps its pages for what it reserves next. Errors: ArgumentError; as
 `reserve` for rows.)")
       .def(
-          "release", &release, nb::arg("rows").none(),
+          "release", &release, nb::arg("rows").none(), nb::sig("def release(self, rows: IdsLike | int) -> None"),
           R"(End rows, be they finished, cancelled or preempted. What they committed stays cached until memory is needed.
 
 They take no part in the step that is planned next. A row, its lease and its own pages are free once the last planned step
 has passed its fence; if the row was admitted, forked or given pages since, once the next step has. Errors: as `reserve`
 for rows.)")
       .def("fork", &fork, nb::arg("row").none(), nb::arg("n").none() = nb::none(),
+           nb::sig("def fork(self, row: int, n: int | None = None) -> int | npt.NDArray[np.int32]"),
            R"(Start a new row that continues a row's committed tokens, and return it; with `n`, start n rows: [n] int32.
 
 They share the pages of the tree; the next delta copies the others. The caller owns the rows. Errors: CapacityError;
 ArgumentError for a row whose tokens are not cached; OutOfRangeError, NotHeldError for the row.)")
       .def("invalidate", &invalidate, nb::arg("group").none(), nb::arg("page_ids").none(),
+           nb::sig("def invalidate(self, group: str, page_ids: IdsLike) -> npt.NDArray[np.int32]"),
            R"(Forget pages of a group whose contents are bad, and everything that continues them.
 
 Returns the running rows whose contents may depend on these pages, [n] int32. They keep running, but nothing they commit
 is cached; release them to compute their tokens again. Cached pages that nobody reads are free at once, the others when
 their rows end. Free pages are ignored. Walks over everything that is cached. Errors: OutOfRangeError; ArgumentError.)")
-      .def("drop", &drop, nb::arg("namespace").none(),
+      .def("drop", &drop, nb::arg("namespace").none(), nb::sig("def drop(self, namespace: bytes | str) -> None"),
            R"(Forget a namespace: nothing of it can be found any more, and what its running rows commit is not cached.
 
 Errors: ArgumentError.)")
       .def("_plan", &plan, nb::arg("rows").none(), nb::arg("counts").none())
-      .def("pass_fence", &pass_fence, nb::arg("step").none(),
+      .def("pass_fence", &pass_fence, nb::arg("step").none(), nb::sig("def pass_fence(self, step: int) -> None"),
            R"(Report that this step and all earlier ones have finished on every device, and free what waited for them.
 
 Errors: ArgumentError for a step that has not been planned.)")
       .def("page_ids", &page_ids, nb::arg("row").none(), nb::arg("group").none(),
+           nb::sig("def page_ids(self, row: int, group: str) -> npt.NDArray[np.int32]"),
            R"(Return the page ids of a row in a group: [pages] int32; 0 where a page has left the window.
 
 Errors: ArgumentError, OutOfRangeError, NotHeldError.)")
       .def("first_pages", &first_pages, nb::arg("rows").none(), nb::arg("group").none(),
+           nb::sig("def first_pages(self, rows: IdsLike | int, group: str) -> int | npt.NDArray[np.int32]"),
            "Return the number of the first page of each row that has not left the window. An integer for one row, "
            "[rows] int32 for an array. Errors: as `page_ids`.")
       .def("reserved", &lengths<&Manager::Lengths::reserved>, nb::arg("rows").none(),
+           nb::sig("def reserved(self, rows: IdsLike | int) -> int | npt.NDArray[np.int32]"),
            "Return how many tokens of each row have a slot. An integer for one row, [rows] int32 for an array. Errors: "
            "OutOfRangeError, NotHeldError.")
       .def("computed", &lengths<&Manager::Lengths::computed>, nb::arg("rows").none(),
+           nb::sig("def computed(self, rows: IdsLike | int) -> int | npt.NDArray[np.int32]"),
            "Return how many tokens of each row were planned into a step. Result and errors as for `reserved`.")
       .def("committed", &lengths<&Manager::Lengths::committed>, nb::arg("rows").none(),
+           nb::sig("def committed(self, rows: IdsLike | int) -> int | npt.NDArray[np.int32]"),
            "Return how many tokens of each row are computed and known. Result and errors as for `reserved`.")
       .def("stored", &lengths<&Manager::Lengths::stored>, nb::arg("rows").none(),
+           nb::sig("def stored(self, rows: IdsLike | int) -> int | npt.NDArray[np.int32]"),
            "Return how many tokens of each row are in the tree. Result and errors as for `reserved`.")
       .def("_counts", &counts)
       .def("_tree_counts", [](const Managed& self) { return tree_counts(self.core.tree()); })
@@ -464,7 +490,8 @@ Errors: ArgumentError, OutOfRangeError, NotHeldError.)")
       .def(
           "_tree_unlisten", [](Managed& self, nb::handle listener) { unlisten(self.core.tree(), self, listener); },
           nb::arg("listener").none())
-      .def("namespaces", &namespaces, "Return the namespaces that have cached pages or running rows, sorted.")
+      .def("namespaces", &namespaces, nb::sig("def namespaces(self) -> list[bytes]"),
+           "Return the namespaces that have cached pages or running rows, sorted.")
       .def("reset", &reset,
            R"(Forget everything: rows, leases, cached pages, and changes not planned yet. Steps start at 1 again.
 

@@ -245,7 +245,7 @@ nb::object page_ids(const Tree& self, nb::handle lease, nb::handle column) {
   return ids.array;
 }
 
-// ── looking ─────────────────────────────────────────────────────────────────────────────────────────
+// ── inspecting ──────────────────────────────────────────────────────────────────────────────────────
 
 nb::object to_bytes(const std::string& name) { return nb::bytes(name.data(), name.size()); }
 
@@ -264,8 +264,9 @@ nb::object windows(const Tree& self) {
 std::string repr(const Tree& self) {
   const PrefixTree& core = self.core;
   const int64_t locked = core.tokens().locked;
-  return "PrefixTree(" + text(core.tokens().total - locked) + " tokens evictable, " + text(locked) + " protected, in " +
-         text(core.num_nodes()) + " runs of pages of " + text(core.page_tokens()) + ")";
+  return "PrefixTree(" + text(core.tokens().total) + " tokens: " + text(locked) + " protected, " +
+         text(core.tokens().total - locked) + " evictable; " + text(core.num_nodes()) + " nodes, pages of " +
+         text(core.page_tokens()) + ")";
 }
 
 }  // namespace

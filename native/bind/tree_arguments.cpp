@@ -14,7 +14,7 @@ bool is_empty_tuple(nb::handle value) { return PyTuple_CheckExact(value.ptr()) &
 std::vector<KeyRange> to_ranges(nb::handle value) {
   std::vector<KeyRange> ranges;
   if (is_empty_tuple(value)) return ranges;
-  constexpr const char* kWhat = "(begin, end, key) with 0 <= begin < end, in order, not overlapping, key bytes or str";
+  constexpr const char* kWhat = "(begin, end, key), in order, without overlap, 0 <= begin < end, key bytes or str";
   int64_t before = 0;
   for (const nb::object& item : to_items(value, "extra_keys", kWhat)) {
     const auto parts = to_items(item, "extra_keys", kWhat);

@@ -128,7 +128,7 @@ Lock it before using its pages.)")
           },
           "State id of the checkpoint at `length`; None without states, and at length 0.")
       .def("__repr__", [](const FoundMatch& self) {
-        return "Match(" + text(self.match.length) + " of " + text(self.match.found) + " tokens found)";
+        return "Match(" + text(self.match.length) + " tokens usable, " + text(self.match.found) + " found)";
       });
 
   nb::class_<HeldLease>(

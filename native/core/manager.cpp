@@ -147,9 +147,10 @@ void Manager::require_counts(Ids rows, const PerRow& counts, const char* name) c
   }
 }
 
-void Manager::require_tokens(Ids tokens) {
+void Manager::require_tokens(Ids tokens, int64_t from) {
   if (tokens.size == 0) throw BadArgument("tokens: give at least one");
-  const int64_t at = first_outside(tokens.data, tokens.size, 0, std::numeric_limits<int32_t>::max());
+  const int64_t at =
+      from + first_outside(tokens.data + from, tokens.size - from, 0, std::numeric_limits<int32_t>::max());
   if (at == tokens.size) return;
   throw BadId{IdFault::kOutOfRange, tokens[at], at,
               "tokens[" + text(at) + "] = " + text(tokens[at]) + " is out of range: token ids are 0 to 2^31 - 1"};

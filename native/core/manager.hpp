@@ -216,7 +216,7 @@ class Manager {
     for (int64_t i = 0; i < rows.size; ++i) require_row(rows, i);
   }
   [[noreturn]] void refuse_row(Ids rows, int64_t i) const;
-  static void require_tokens(Ids tokens);  // at least one, none negative
+  static void require_tokens(Ids tokens, int64_t from = 0);  // at least one, none negative from `from` on
   void require_counts(Ids rows, const PerRow& counts, const char* name) const;
 
   // ── capacity (manager_room.cpp)

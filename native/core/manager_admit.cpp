@@ -31,7 +31,7 @@ Manager::Admission Manager::find_hit(const Prompt& prompt) {
   // At least one token is left to compute, so the last one is not matched. The match checks the tokens it covers.
   int64_t most = prompt.read ? tokens.size - 1 : 0;
   if (prompt.max_hit >= 0) most = std::min(most, prompt.max_hit);
-  require_tokens({tokens.data + most, tokens.size - most});
+  require_tokens(tokens, most);
   Admission plan;
   tree_.match({prompt.sequence.space, {tokens.data, most}, prompt.sequence.ranges}, plan.match, nullptr);
   const Match& match = plan.match;

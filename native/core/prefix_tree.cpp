@@ -317,7 +317,7 @@ void PrefixTree::join(int32_t upper, int32_t lower) {
   free_node(upper);
 }
 
-// ── where pages lie ─────────────────────────────────────────────────────────────────────────────────
+// ── where pages are ─────────────────────────────────────────────────────────────────────────────────
 
 void PrefixTree::follow(std::vector<int> set_of, const std::vector<int64_t>& num_ids) {
   for (int64_t n : num_ids) places_.emplace_back(n + 1);

@@ -141,7 +141,7 @@ void PrefixTree::plan_drop(std::string_view space, Removal& plan) const {
     if (at.is_root()) return;
     if (at.locks == 0) {
       cut(node, at.run.length, 0, plan);
-    } else if (is_listened_ && !is_lost(node)) {  // it stays, but nobody finds it
+    } else if (is_listened_ && !is_lost(node)) {  // it stays, but cannot be found
       plan.news_.push_back(event(EventKind::kRemoved, node, at.begin, at.end()));
     }
   });
