@@ -13,7 +13,7 @@ COMPILER = os.environ.get("CXX", "g++")
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("fuzz")]  # built once
 
-#A program of native / fuzz and the files of native / core it runs.
+# A program of native / fuzz and the files of native / core it runs.
 TREE = [
     "extra_keys",
     "prefix_tree",
@@ -93,7 +93,8 @@ def test_the_core_agrees_with_a_plain_model_and_the_sanitizers_find_nothing(
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("ok: ")
 
-#Mistakes that the fuzz must find : program, file, the code as it is, and as it would be wrong.
+
+# Mistakes that the fuzz must find : program, file, the code as it is, and as it would be wrong.
 MISTAKES = [
     ("fuzz", "core/id_set.hpp", "if (word == 0) clear_above(i >> 6);", "if (word == 1) clear_above(i >> 6);"),
     ("fuzz", "core/free_list.cpp", "while (done-- > 0) unput(ids[done] - first_id_, at_once);", ""),
@@ -130,7 +131,7 @@ def test_the_fuzz_finds_a_mistake(
     source = (native / file).read_text()
     assert source.count(right) == 1
     (native / file).write_text(source.replace(right, wrong))
-#A header may be part of everything; a source is part of itself.
+    # A header may be part of everything; a source is part of itself.
     changed = Path(file)
     ready = {
         name: each for name, each in compiled.items() if changed.suffix == ".cpp" and name != changed.stem

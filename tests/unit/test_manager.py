@@ -614,13 +614,14 @@ def test_max_hit_limits_the_hit(max_hit: int, hit: int):
     manager.check()
 
 
-def test_max_hit_looks_at_tokens_behind_it_too():
+def test_tokens_after_max_hit_are_checked_too():
     manager = make()
     for bad, error in ((-1, ArgumentError), ("4", ArgumentError), (2**31, ArgumentError)):
         with pytest.raises(error, match="max_hit"):
             manager.admit([1], max_hit=bad)
-    with pytest.raises(OutOfRangeError):
+    with pytest.raises(OutOfRangeError, match=r"tokens\[4\] = -5 is out of range") as caught:
         manager.admit([1, 2, 3, 4, -5, 6], max_hit=4)
+    assert (caught.value.id, caught.value.position) == (-5, 4)
     assert manager.stats().rows == 0
 
 

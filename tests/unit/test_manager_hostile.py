@@ -578,7 +578,7 @@ def test_the_head_and_the_directory_of_a_delta_are_looked_through():
         at = 5 + 4 * i
         refused("differ in size", at, 99)  # one of two that belong together is missing
         for other in (-1, 2, 2**31 - 1):
-            refused("of no group", at + 1, other)
+            refused("belongs to no group", at + 1, other)
         for other in (-1, 0, end - 1, len(good), 2**31 - 1):
             refused("truncated", at + 2, other)
         for other in (-1, len(good) - begin + 1, 2**31 - 1):
