@@ -13,7 +13,8 @@ COMPILER = os.environ.get("CXX", "g++")
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("fuzz")]  # built once
 
-# A program of native / fuzz and the files of native / core it runs.
+
+# A program of native/fuzz and the files of native/core it runs.
 TREE = [
     "extra_keys",
     "prefix_tree",
@@ -94,7 +95,7 @@ def test_the_core_agrees_with_a_plain_model_and_the_sanitizers_find_nothing(
     assert done.stdout.startswith("ok: ")
 
 
-# Mistakes that the fuzz must find : program, file, the code as it is, and as it would be wrong.
+# Mistakes that the fuzz must find: program, file, the code as it is, and as it would be wrong.
 MISTAKES = [
     ("fuzz", "core/id_set.hpp", "if (word == 0) clear_above(i >> 6);", "if (word == 1) clear_above(i >> 6);"),
     ("fuzz", "core/free_list.cpp", "while (done-- > 0) unput(ids[done] - first_id_, at_once);", ""),
