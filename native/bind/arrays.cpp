@@ -34,8 +34,8 @@ bool is_named(PyTypeObject* type, const char* module, const char* name) {
          PyUnicode_CompareWithASCIIString(found_name.ptr(), name) == 0;
 }
 
-// The exchange API of torch.Tensor itself. A subclass may lie about its data (torch's FakeTensor
-// does) and goes the slow way.
+// The exchange API of torch.Tensor itself. A subclass may report data that it does not have, as torch's FakeTensor
+// does, and takes the slow path.
 const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
   if (type == g_tensor_type) return g_tensor_api;
   if (g_tensor_type != nullptr || !is_named(type, "torch", "Tensor")) return nullptr;
@@ -51,7 +51,7 @@ const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
   return api;
 }
 
-// A bool, Python's or a tensor's: `__index__` would make a 0 or 1 of it. numpy's has none.
+// Whether a value is a Python bool or a bool tensor, which `__index__` would turn into 0 or 1. numpy's bool has none.
 bool is_bool(nb::handle value) {
   if (PyLong_CheckExact(value.ptr())) return false;
   if (PyBool_Check(value.ptr())) return true;
@@ -112,7 +112,7 @@ int64_t to_int(nb::handle value, const char* name, int64_t low, int64_t high) {
   int overflow = 0;
   const int64_t n = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
   if (overflow != 0 || n < low || n > high) {
-    const std::string given = overflow != 0 ? "one of more than 64 bits" : text(n);
+    const std::string given = overflow != 0 ? "one that exceeds 64 bits" : text(n);
     refuse(name, "give an integer from " + text(low) + " to " + text(high) + ", not " + given);
   }
   return n;
@@ -131,7 +131,7 @@ std::string to_text(nb::handle value, const char* name) {
 }
 
 IdArray::IdArray(nb::handle array, const char* name) : array_(array), name_(name) {
-  // Cheapest question first.
+  // Cheapest test first.
   if (PyArray_CheckExact(array.ptr())) {
     source_ = Source::kNumpy;
   } else if (PyList_CheckExact(array.ptr())) {
@@ -203,10 +203,10 @@ void IdArray::from_tensor(nb::handle array) {
   dlpack::Tensor tensor;
   if (g_tensor_api->tensor_from_object(array.ptr(), &tensor) != 0) {
     forgive();
-    refuse(name_, "this tensor cannot be read: give one that is dense and needs no gradient");
+    refuse(name_, "this tensor cannot be read: give a dense tensor that requires no gradient");
   }
   if (tensor.device_type != dlpack::kHost && tensor.device_type != dlpack::kPinnedHost) {
-    refuse(name_, "the tensor is on a device; ids are read on the host: give .cpu(), which waits for the device");
+    refuse(name_, "the tensor is on a device, but ids are read on the host: give .cpu(), which waits for the device");
   }
   if (tensor.ndim != 1) refuse(name_, "give one dimension, not " + text(tensor.ndim));
   if (tensor.type_code != dlpack::kSigned || tensor.type_lanes != 1 ||
@@ -248,7 +248,7 @@ void IdArray::from_buffer(nb::handle array) {
   if (buffer.ndim != 1) refuse(name_, "give one dimension, not " + text(buffer.ndim));
   size_ = buffer.shape[0];
   const char* format = buffer.format == nullptr ? "B" : buffer.format;
-  if (*format == '=' || *format == '<' || *format == '@') ++format;  // byte orders that are ours
+  if (*format == '=' || *format == '<' || *format == '@') ++format;  // the native byte order
   const bool is_signed = format[0] != '\0' && std::strchr("ilq", format[0]) != nullptr && format[1] == '\0';
   if (!is_signed || (buffer.itemsize != 4 && buffer.itemsize != 8)) {
     if (size_ == 0 && format[0] == 'd') return;  // numpy.array([])
@@ -279,7 +279,7 @@ void IdArray::from_sequence(nb::handle array) {
   const int64_t size = PySequence_Fast_GET_SIZE(items.ptr());
   int32_t* entries = room_for(size);
   constexpr int64_t low = std::numeric_limits<int32_t>::min(), high = std::numeric_limits<int32_t>::max();
-  // An item's __index__ may run Python that shortens the list: the size is asked for each time.
+  // An item's __index__ may run Python that shortens the list: ask for the size each time.
   for (size_ = 0; size_ < std::min<int64_t>(size, PySequence_Fast_GET_SIZE(items.ptr())); ++size_) {
     nb::object item = nb::borrow(PySequence_Fast_GET_ITEM(items.ptr(), size_));
     entries[size_] = static_cast<int32_t>(to_int(item, name_, low, high));

@@ -1,8 +1,8 @@
 // How arrays of integers cross from Python into the core and back.
 //
-// In: numpy int32 and int64 through numpy's own interface, torch CPU tensors through the DLPack
-// exchange API, anything else that is a sequence of ints at its price. int32 is borrowed, int64
-// is narrowed with a range check. Out: fresh numpy arrays.
+// In: numpy int32 and int64 through numpy's own interface, torch CPU tensors through the DLPack exchange API, and any
+// other sequence of integers, which is slower. int32 is borrowed, int64 is narrowed with a range check. Out: new numpy
+// arrays.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -17,7 +17,7 @@ namespace pagoda::bind {
 
 namespace nb = nanobind;
 
-// A Python buffer, released when this goes.
+// A Python buffer, released by the destructor.
 struct Buffer {
   Buffer() = default;
   Buffer(const Buffer&) = delete;
@@ -28,10 +28,10 @@ struct Buffer {
   Py_buffer view{};
 };
 
-// An array argument, read in two steps. Construction does whatever may run Python (an item's
-// __index__, a foreign __dlpack__) and copies the result; numpy arrays and torch tensors it only
-// recognises. `borrow` then looks into those, without running Python: memory that one argument
-// points to cannot be freed by the reading of another. So: construct all, then borrow all.
+// An array argument, read in two steps. The constructor does everything that may run Python (an item's __index__, a
+// foreign __dlpack__) and copies the result; numpy arrays and torch tensors it only recognises. `borrow` then reads
+// those without running Python, so that reading one argument cannot free the memory of another. Construct all
+// arguments first, then borrow all of them.
 class IdArray {
  public:
   IdArray(nb::handle array, const char* name);
@@ -56,18 +56,18 @@ class IdArray {
   Source source_ = Source::kOwned;
   const int32_t* data_ = nullptr;
   int64_t size_ = 0;
-  int32_t few_[32];            // entries that had to be copied, where they are few
-  std::vector<int32_t> many_;  // and where they are not
+  int32_t few_[32];            // copied entries, if they are few
+  std::vector<int32_t> many_;  // copied entries, if they are many
   Buffer buffer_;
 };
 
-// An integer argument within [low, high], or an ArgumentError that names it. A bool is no integer here.
+// An integer argument within [low, high], or an ArgumentError that names it. Bools are refused.
 int64_t to_int(nb::handle value, const char* name, int64_t low, int64_t high);
 
 // Whether an argument is one integer, Python's or numpy's.
 bool is_number(nb::handle value);
 
-// Runs a constructor's reading of its arguments: what is wrong with them is a ConfigError.
+// Runs `read`, which reads the arguments of a constructor, and turns its BadArgument into BadConfig.
 template <typename Read>
 auto to_config(Read read) {
   try {
@@ -77,14 +77,14 @@ auto to_config(Read read) {
   }
 }
 
-// Ends a Python error that a bad argument explains; others (Ctrl-C, no memory) go on.
+// Clears the Python error that a bad argument caused; others (Ctrl-C, no memory) are thrown.
 void forgive();
 
 // A str argument, or an ArgumentError that names it.
 std::string to_text(nb::handle value, const char* name);
 
-// A fresh one-dimensional numpy array and where its data lies. Making one runs no Python: neither
-// numpy arrays nor integers are tracked by the garbage collector.
+// A new one-dimensional numpy array and its data. Making one runs no Python: neither numpy arrays nor integers are
+// tracked by the garbage collector.
 template <typename T>
 struct NewArray {
   nb::object array;
@@ -94,10 +94,10 @@ NewArray<int32_t> new_int32(int64_t size);
 NewArray<uint64_t> new_uint64(int64_t size);
 NewArray<int64_t> new_int64(int64_t size);
 
-// An array over memory of `owner`, which lives as long as the array.
+// An array over memory of `owner`, which the array keeps alive.
 nb::object view_int32(nb::handle owner, int32_t* data, int64_t size);
 
-// Looks numpy up; call when the module loads.
+// Imports numpy's C API; called when the module loads.
 void init_arrays();
 
 }  // namespace pagoda::bind

@@ -14,7 +14,7 @@ struct Tensor {
   uint8_t type_bits;
   uint16_t type_lanes;
   int64_t* shape;
-  int64_t* strides;  // in elements; null: row-major
+  int64_t* strides;  // in elements; null means row-major
   uint64_t byte_offset;
 };
 

@@ -8,8 +8,8 @@
 #include "bind/arrays.hpp"
 #include "bind/module.hpp"
 
-// Calls are serialised by the interpreter's lock: arguments are read and results made first, and from
-// then on no Python runs until the call is done.
+// The interpreter's lock serialises calls: arguments are read and results allocated first, and no Python runs
+// after that until the call has finished.
 
 namespace pagoda::bind {
 
@@ -68,42 +68,41 @@ void bind_free_list(nb::module_& m) {
   nb::class_<FreeList>(m, "FreeList", nb::is_weak_referenceable(),
                        R"(Hands out the ids of one id space, lowest first, and takes them back.
 
-An id is free, held, or quarantined: freed under a fence that has not passed. Ids are
+An id is free, held, or quarantined: freed under a fence that has not passed yet. The ids are
 ``first_id ... first_id + num_ids - 1``; id 0 is padding unless ``first_id`` is 0. `what` names
-the ids in errors.
+the ids in error messages.
 
-Every call does all it says or raises and changes nothing. Arguments are host arrays: numpy int32
-or int64, torch tensors on the CPU, or lists. Costs do not depend on ``num_ids``; memory is about
-three bits an id, and eight bytes once a fence is used. Several threads may call one list.
+A call that raises changes nothing. Arguments are host arrays: numpy int32 or int64, torch tensors
+on the CPU, or lists. No call but `reset` and `check` depends on ``num_ids``. Memory is about three
+bits per id, plus eight bytes per id once a fence is used. A list may be used from several threads.
 
-Errors: ConfigError for sizes that are negative or pass 2**31.)")
+Errors: ConfigError for sizes that are negative or exceed 2**31.)")
       .def("__init__", &construct, nb::arg("num_ids").none(), nb::arg("first_id").none() = 1,
            nb::arg("what").none() = "ids",
            nb::sig("def __init__(self, num_ids: int, first_id: int = 1, what: str = 'ids') -> None"))
-      .def_prop_ro("num_ids", &FreeList::num_ids, "How many ids there are. O(1).")
-      .def_prop_ro("first_id", &FreeList::first_id, "The lowest id. O(1).")
-      .def_prop_ro("num_free", &FreeList::num_free, "How many can be allocated now. O(1).")
-      .def_prop_ro("num_held", &FreeList::num_held, "How many are held. O(1).")
-      .def_prop_ro("num_quarantined", &FreeList::num_quarantined, "How many wait for a fence. O(1).")
+      .def_prop_ro("num_ids", &FreeList::num_ids, "Number of ids, in whatever state.")
+      .def_prop_ro("first_id", &FreeList::first_id, "The lowest id.")
+      .def_prop_ro("num_free", &FreeList::num_free, "Number of ids that can be allocated now.")
+      .def_prop_ro("num_held", &FreeList::num_held, "Number of ids that are held.")
+      .def_prop_ro("num_quarantined", &FreeList::num_quarantined, "Number of freed ids that wait for a fence.")
       .def(
           "can_alloc",
           [](const FreeList& self, nb::handle n) { return to_int(n, "n", 0, kMaxCount) <= self.num_free(); },
-          nb::arg("n").none(), nb::sig("def can_alloc(self, n: int) -> bool"), "Whether alloc(n) would succeed. O(1).")
+          nb::arg("n").none(), nb::sig("def can_alloc(self, n: int) -> bool"), "Return whether alloc(n) would succeed.")
       .def("alloc", &alloc, nb::arg("n").none(), nb::sig("def alloc(self, n: int) -> npt.NDArray[np.int32]"),
-           R"(The n lowest free ids, ascending: [n] int32, host. The caller holds them.
+           R"(Allocate the n lowest free ids and return them in ascending order: [n] int32, host.
 
-Cost O(n). Errors: CapacityError when fewer are free; ArgumentError.)")
+The caller holds them. Errors: CapacityError if fewer are free; ArgumentError.)")
       .def(
           "take", [](FreeList& self, nb::handle ids) { self.take(IdArray(ids, "ids").borrow()); },
           nb::arg("ids").none(), nb::sig("def take(self, ids: IdsLike) -> None"),
-          R"(Takes exactly these ids, which must be free. The caller holds them.
+          R"(Take exactly these ids, which must be free. The caller holds them.
 
-Cost O(n). Errors: AlreadyHeldError when one is held or quarantined, or stands twice;
-OutOfRangeError; ArgumentError.)")
+Errors: AlreadyHeldError if one is held, quarantined or duplicated; OutOfRangeError; ArgumentError.)")
       .def(
           "require_held", [](FreeList& self, nb::handle ids) { self.require_held(IdArray(ids, "ids").borrow()); },
           nb::arg("ids").none(), nb::sig("def require_held(self, ids: IdsLike) -> None"),
-          "Raises as `free` would for these ids, and changes nothing. Cost O(n). Errors: as `free`.")
+          "Raise what `free` would raise for these ids, without freeing them.")
       .def(
           "free",
           [](FreeList& self, nb::handle ids, nb::handle fence) {
@@ -112,10 +111,10 @@ OutOfRangeError; ArgumentError.)")
           },
           nb::arg("ids").none(), nb::arg("fence").none() = nb::none(),
           nb::sig("def free(self, ids: IdsLike, fence: int | None = None) -> None"),
-          R"(Gives held ids back: at once, or, with a fence, when pass_fence reaches it.
+          R"(Free held ids: at once, or, with a fence, when `pass_fence` reaches it.
 
-A fence that has passed already frees at once. Cost O(n). Errors: DoubleFreeError for an id that
-stands twice or is quarantined; NotHeldError for one that is free; OutOfRangeError; ArgumentError.)")
+With a fence that has already passed they are free at once. Errors: DoubleFreeError for an id that is
+duplicated or quarantined; NotHeldError for one that is free; OutOfRangeError; ArgumentError.)")
       .def(
           "free_slots",
           [](FreeList& self, nb::handle slots, nb::handle page_tokens, nb::handle fence) {
@@ -125,49 +124,47 @@ stands twice or is quarantined; NotHeldError for one that is free; OutOfRangeErr
           },
           nb::arg("slots").none(), nb::arg("page_tokens").none(), nb::arg("fence").none() = nb::none(),
           nb::sig("def free_slots(self, slots: IdsLike, page_tokens: int, fence: int | None = None) -> None"),
-          R"(Gives back the pages that slots lie in, where the ids of this list are pages.
+          R"(Free the pages that these slots are in; the ids of this list are page ids.
 
-Any slot names its page; a page named again, in this call or before under the same fence, counts
-once. With page_tokens 1 this is free: a slot that stands twice raises. Cost O(n). Errors: as free.)")
+One slot is enough to free its page, and a page may be named more than once, in this call or in earlier
+calls under the same fence. With page_tokens 1 this is `free`: a duplicated slot raises. Errors: as `free`.)")
       .def(
           "pass_fence",
           [](FreeList& self, nb::handle fence) {
             return self.pass_fence(to_int(fence, "fence", kMinFence, kMaxFence));
           },
           nb::arg("fence").none(), nb::sig("def pass_fence(self, fence: int) -> int"),
-          R"(Frees what waits for this fence or an earlier one and says how many ids that were.
+          R"(Free the ids that wait for this fence or an earlier one, and return their number.
 
-Cost: what it frees. Errors: ArgumentError.)")
+Errors: ArgumentError.)")
       .def(
           "recall",
           [](FreeList& self, nb::handle fence) { return self.recall(to_int(fence, "fence", kMinFence, kMaxFence)); },
           nb::arg("fence").none(), nb::sig("def recall(self, fence: int) -> int"),
-          R"(Makes held again what waits for exactly this fence and says how many ids that were.
+          R"(Turn the ids that wait for exactly this fence back into held ones, and return their number.
 
-Cost: what it recalls. Errors: ArgumentError.)")
+Errors: ArgumentError.)")
       .def("grow", &grow, nb::arg("old_lens").none(), nb::arg("new_lens").none(), nb::arg("last_slots").none(),
            nb::arg("page_tokens").none(),
            nb::sig("def grow(self, old_lens: IdsLike, new_lens: IdsLike, last_slots: IdsLike, page_tokens: int) -> "
                    "npt.NDArray[np.int32]"),
-           R"(Slots for requests that each grow from an old to a new length, in one call.
+           R"(Allocate slots for requests that each grow from an old to a new length, in one call.
 
-Request i first fills the rest of the page of last_slots[i] (read only where old_lens[i] ends
-inside a page), then takes whole pages. Returns [sum(new_lens - old_lens)] int32, host, request
-after request; slot = page * page_tokens + offset. The caller holds the new pages. Cost O(requests +
-tokens). Errors: CapacityError; ArgumentError for lengths that differ in number or shrink, or a
-last slot that does not fit its length; NotHeldError, OutOfRangeError for its page.)")
+Request i first fills the rest of the page of last_slots[i] (read only if old_lens[i] ends inside a
+page), then takes whole pages. Returns [sum(new_lens - old_lens)] int32, host, request after request;
+slot = page * page_tokens + offset. The caller holds the new pages. Errors: CapacityError;
+ArgumentError for arrays of different sizes, a length that shrinks, or a last slot that does not fit
+its length; NotHeldError, OutOfRangeError for the page of a last slot.)")
       .def(
           "is_free", [](const FreeList& self, nb::handle id) { return self.is_free(id_of(id)); }, nb::arg("id").none(),
-          nb::sig("def is_free(self, id: int) -> bool"),
-          "Whether an id can be allocated. O(1). Errors: OutOfRangeError.")
+          nb::sig("def is_free(self, id: int) -> bool"), "Return whether an id is free. Errors: OutOfRangeError.")
       .def(
           "is_held", [](const FreeList& self, nb::handle id) { return self.is_held(id_of(id)); }, nb::arg("id").none(),
           nb::sig("def is_held(self, id: int) -> bool"),
-          "Whether an id is held: neither free nor quarantined. O(1). Errors: OutOfRangeError.")
-      .def("reset", &FreeList::reset, "Makes every id free and forgets all fences. O(num_ids / 64).")
+          "Return whether an id is held: neither free nor quarantined. Errors: OutOfRangeError.")
+      .def("reset", &FreeList::reset, "Make every id free and forget all fences.")
       .def("check", &FreeList::check,
-           "Verifies invariants 1 to 4. O(num_ids / 64 + quarantined). Errors: InvariantError with the first one "
-           "broken.")
+           "Verify invariants 1 to 4. Errors: InvariantError for the first one that is broken.")
       .def("__repr__", &repr);
 }
 

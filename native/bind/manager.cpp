@@ -10,8 +10,8 @@
 #include "bind/module.hpp"
 #include "bind/tree.hpp"
 
-// Calls are serialised by the interpreter's lock: arguments are read and results made first, and from then on no
-// Python runs until the call is done.
+// The interpreter's lock serialises calls: arguments are read and results allocated first, and no Python runs
+// after that until the call has finished.
 
 namespace pagoda::bind {
 
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
 
-// pagoda.manager's base: the core's manager and who listens to its tree.
+// The base of pagoda.manager.Manager: the core's manager and the listeners of its tree.
 struct Managed : Listeners {
   Managed(std::vector<GroupSpec> groups, int64_t num_rows, int64_t max_tokens, int64_t watermark)
       : core(std::move(groups), num_rows, max_tokens, watermark) {}
@@ -30,7 +30,7 @@ PyType_Slot manager_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse
                                {Py_tp_clear, reinterpret_cast<void*>(clear_listeners<Managed>)},
                                {0, nullptr}};
 
-// Results that are tuples with names.
+// Results that are named tuples.
 PyTypeObject* admitted_type = nullptr;
 PyTypeObject* pending_type = nullptr;
 
@@ -53,7 +53,7 @@ nb::object make_tuple(PyTypeObject* type, std::initializer_list<nb::object> valu
 
 GroupSpec to_spec(nb::handle value) {
   const nb::tuple parts = nb::cast<nb::tuple>(value);
-  return {to_text(parts[0], "name of a group"), to_int(parts[1], "page_tokens", 1, kMaxId),
+  return {to_text(parts[0], "group name"), to_int(parts[1], "page_tokens", 1, kMaxId),
           parts[2].is_none() ? 0 : to_int(parts[2], "window", 1, kMaxId), to_int(parts[3], "capacity", 0, kMaxId - 1)};
 }
 
@@ -89,7 +89,7 @@ class RowsArgument {
   std::optional<IdArray> many_;
 };
 
-// One count for all rows, or one each.
+// One count for all rows, or one per row.
 class CountsArgument {
  public:
   CountsArgument(nb::handle counts, const char* name) {
@@ -106,7 +106,7 @@ class CountsArgument {
   std::optional<IdArray> each_;
 };
 
-// A number of tokens; None is -1.
+// A number of tokens; -1 for None.
 int64_t to_tokens(nb::handle value, const char* name) { return value.is_none() ? -1 : to_int(value, name, 0, kMaxId); }
 
 bool to_bool(nb::handle value, const char* name) {
@@ -139,7 +139,7 @@ int64_t to_group(const Managed& self, nb::handle name) {
     if (self.core.group(g).spec.name == wanted) return g;
     names += (g > 0 ? ", " : "") + self.core.group(g).spec.name;
   }
-  throw BadArgument("group: there is no group of that name, only " + names);
+  throw BadArgument("group: no group '" + wanted + "', only " + names);
 }
 
 // ── requests ────────────────────────────────────────────────────────────────────────────────────────
@@ -194,8 +194,8 @@ void reserve(Managed& self, nb::handle rows, nb::handle n) {
 void commit(Managed& self, nb::handle rows, nb::handle tokens, nb::handle counts) {
   RowsArgument which(rows);
   const nb::object one = nb::int_(1);
-  if (which.is_one()) {  // all tokens are that row's
-    if (!counts.is_none()) throw BadArgument("counts: leave it out for one row, whose tokens these all are");
+  if (which.is_one()) {  // all tokens belong to that row
+    if (!counts.is_none()) throw BadArgument("counts: leave it out for one row, which gets all tokens");
     const bool is_token = is_number(tokens);
     const nb::object listed = is_token ? nb::object(nb::make_tuple(tokens)) : nb::borrow(tokens);
     IdArray known(listed, "tokens");
@@ -251,7 +251,7 @@ void drop(Managed& self, nb::handle space) {
 nb::object plan(Managed& self, nb::handle rows, nb::handle counts) {
   RowsArgument which(rows);
   CountsArgument each(counts, "counts");
-  // A tuple is made before the layout: that may run finalizers, which may call the manager.
+  // The tuple is made before the layout: making it may run finalizers, which may call the manager.
   nb::object result = nb::steal(PyTuple_New(2));
   if (!result.is_valid()) throw nb::python_error();
   const Ids ids = which.borrow();
@@ -269,7 +269,7 @@ void pass_fence(Managed& self, nb::handle step) {
   deliver(self.core.tree(), self);
 }
 
-// ── looking ─────────────────────────────────────────────────────────────────────────────────────────
+// ── inspecting ──────────────────────────────────────────────────────────────────────────────────────
 
 nb::object page_ids(const Managed& self, nb::handle row, nb::handle group) {
   const int64_t number = to_int(row, "row", std::numeric_limits<int32_t>::min(), kMaxId);
@@ -282,7 +282,7 @@ nb::object page_ids(const Managed& self, nb::handle row, nb::handle group) {
   return ids.array;
 }
 
-// A number for each row: an integer for one row, an array for several.
+// One number per row: an integer for a single row, an array for an array of rows.
 template <typename Get>
 nb::object per_row(nb::handle rows, Get get) {
   RowsArgument which(rows);
@@ -329,28 +329,31 @@ void reset(Managed& self) {
 }
 
 PyStructSequence_Field admitted_fields[] = {{"row", "The request's row."},
-                                            {"hit", "Tokens that need no computing."},
-                                            {"reserved", "Tokens that have a place."},
+                                            {"hit", "Number of tokens that need not be computed."},
+                                            {"reserved", "Number of tokens that have a slot."},
                                             {nullptr, nullptr}};
 PyStructSequence_Field pending_fields[] = {
-    {"row", "Who computes it."}, {"length", "Tokens that will be there."}, {nullptr, nullptr}};
+    {"row", "The row that computes them."}, {"length", "Number of tokens that will be cached."}, {nullptr, nullptr}};
 
 }  // namespace
 
 void bind_manager(nb::module_& m) {
   const nb::object plain = nb::bytes("", 0), none = nb::make_tuple();
-  admitted_type = make_type(m, "Admitted", "pagoda.manager.Admitted",
-                            "A request that runs: its row, and how many tokens need no computing.", admitted_fields, 3);
-  pending_type = make_type(m, "Pending", "pagoda.manager.Pending", "Tokens that a running request will have computed.",
-                           pending_fields, 2);
+  admitted_type =
+      make_type(m, "Admitted", "pagoda.manager.Admitted",
+                "An admitted request: its row, its hit, and how many tokens have a slot.", admitted_fields, 3);
+  pending_type = make_type(m, "Pending", "pagoda.manager.Pending",
+                           "A running request that is about to compute a prefix.", pending_fields, 2);
   nb::class_<Managed>(m, "ManagerCore", nb::type_slots(manager_slots), nb::is_weak_referenceable(),
                       "The native part of pagoda.Manager.")
       .def("__init__", &construct, nb::arg("groups").none(), nb::arg("num_rows").none(), nb::arg("max_tokens").none(),
            nb::arg("watermark").none())
       .def_prop_ro(
-          "num_rows", [](const Managed& self) { return self.core.num_rows(); }, "How many requests can run at once.")
+          "num_rows", [](const Managed& self) { return self.core.num_rows(); },
+          "Maximum number of requests that run at once.")
       .def_prop_ro(
-          "max_tokens", [](const Managed& self) { return self.core.max_tokens(); }, "The most tokens of one row.")
+          "max_tokens", [](const Managed& self) { return self.core.max_tokens(); },
+          "Maximum number of tokens of one row.")
       .def_prop_ro(
           "step", [](const Managed& self) { return self.core.step(); },
           "The number of the step that `plan` plans next.")
@@ -360,95 +363,119 @@ void bind_manager(nb::module_& m) {
       .def("can_admit", &can_admit, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
            nb::arg("extra_keys").none() = none, nb::arg("reserve").none() = nb::none(),
            nb::arg("max_hit").none() = nb::none(), nb::arg("read").none() = true, nb::arg("store").none() = true,
-           R"(Whether `admit` with these arguments would succeed now.
+           nb::sig("def can_admit(self, tokens: IdsLike, *, namespace: bytes | str = b'', extra_keys: "
+                   "Sequence[ExtraKey] = (), reserve: int | None = None, max_hit: int | None = None, read: bool = "
+                   "True, store: bool = True) -> bool"),
+           R"(Return whether `admit` with these arguments would succeed now.
 
-It counts the pages that its own hit would lock. Errors: as `admit`, except CapacityError.)")
+Pages that its own hit would lock do not count as evictable. Errors: as `admit`, except CapacityError.)")
       .def("admit", &admit, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
            nb::arg("extra_keys").none() = none, nb::arg("reserve").none() = nb::none(),
            nb::arg("max_hit").none() = nb::none(), nb::arg("read").none() = true, nb::arg("store").none() = true,
-           R"(Admit a request: a row, the longest prefix that is already computed, and places for the rest.
+           nb::sig("def admit(self, tokens: IdsLike, *, namespace: bytes | str = b'', extra_keys: Sequence[ExtraKey] "
+                   "= (), reserve: int | None = None, max_hit: int | None = None, read: bool = True, store: bool = "
+                   "True) -> Admitted"),
+           R"(Admit a request: give it a row, the longest cached prefix, and slots for the rest.
 
-At least one token is left to compute. `reserve` says how many tokens behind the hit get places, by default all of
-`tokens`; `max_hit` limits the hit. With `read=False` the request uses nothing that is cached, and with `store=False`
-nothing that it commits is cached. The row is the caller's until `release`. Errors: CapacityError when rows or pages of a
-group run out; ArgumentError; OutOfRangeError for a token.)")
+At least one token is left to compute. `reserve` is the number of tokens after the hit that get slots, by default all
+of `tokens`; `max_hit` limits the hit. With `read=False` the request uses no cached pages, and with `store=False` nothing
+that it commits is cached. The caller owns the row until `release`. Errors: CapacityError if rows or pages of a group run
+out; ArgumentError; OutOfRangeError for a token.)")
       .def("hit", &hit, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
            nb::arg("extra_keys").none() = none,
-           R"(How many of these tokens `admit` would not have to compute. Changes nothing.
+           nb::sig("def hit(self, tokens: IdsLike, *, namespace: bytes | str = b'', extra_keys: Sequence[ExtraKey] = "
+                   "()) -> int"),
+           R"(Return how many of these tokens `admit` would find cached. Changes nothing.
 
 Errors: as `admit`, except CapacityError.)")
       .def("pending", &pending, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
            nb::arg("extra_keys").none() = none,
-           R"(The running request that will have computed most of these tokens beyond what would hit now, or None.
+           nb::sig("def pending(self, tokens: IdsLike, *, namespace: bytes | str = b'', extra_keys: "
+                   "Sequence[ExtraKey] = ()) -> Pending | None"),
+           R"(Return the running request that is about to compute most of these tokens beyond the present hit, or None.
 
-Only tokens that it was admitted with and has places for count. Cost: a match, and a comparison with each running
-request. Errors: as `admit`.)")
+Only tokens count that it was admitted with and has slots for. Compares the tokens with every running request. Errors:
+as `admit`, except CapacityError.)")
       .def("can_reserve", &can_reserve, nb::arg("rows").none(), nb::arg("n").none() = 1,
-           "Whether `reserve` with these arguments would succeed now. Errors: as `reserve`, except CapacityError.")
+           nb::sig("def can_reserve(self, rows: IdsLike | int, n: IdsLike | int = 1) -> bool"),
+           "Return whether `reserve` with these arguments would succeed now. Errors: as `reserve`, except "
+           "CapacityError.")
       .def("num_reservable", &num_reservable, nb::arg("rows").none(), nb::arg("n").none() = 1,
-           "How many of the rows, from the first on, `reserve` could serve together. Errors: as `can_reserve`.")
+           nb::sig("def num_reservable(self, rows: IdsLike | int, n: IdsLike | int = 1) -> int"),
+           "Return how many of the rows, starting with the first, `reserve` could serve together. Errors: as "
+           "`can_reserve`.")
       .def("reserve", &reserve, nb::arg("rows").none(), nb::arg("n").none() = 1,
-           R"(Give each of these rows places for n more tokens, or for n[i].
+           nb::sig("def reserve(self, rows: IdsLike | int, n: IdsLike | int = 1) -> None"),
+           R"(Give each of these rows slots for n more tokens, or row i slots for n[i] more.
 
-Pages come from free-lists first and then from the tree, coldest first. Errors: CapacityError, naming the group;
+Pages come from the free-lists first and then from the tree, coldest first. Errors: CapacityError, which names the group;
 ArgumentError; OutOfRangeError, NotHeldError, AlreadyHeldError for a row.)")
-      .def(
-          "commit", &commit, nb::arg("rows").none(), nb::arg("tokens").none(), nb::arg("counts").none() = nb::none(),
-          R"(Say what the next computed tokens were: all of `tokens` for one row; for an array of rows one each, or counts[i].
+      .def("commit", &commit, nb::arg("rows").none(), nb::arg("tokens").none(), nb::arg("counts").none() = nb::none(),
+           nb::sig("def commit(self, rows: IdsLike | int, tokens: IdsLike | int, counts: IdsLike | int | None = None) "
+                   "-> None"),
+           R"(Report which tokens the next computed ones are.
 
-For several rows `tokens` has them row after row. Whole pages become the tree's and can be hit at once. Pages that left
-every window are given up. Errors: ArgumentError for more tokens than are computed; OutOfRangeError for a token; as
+A single row gets all of `tokens`. An array of rows gets one token per row, or counts[i] for row i, with `tokens` listed
+row after row. The tree takes whole pages, and other requests can hit them at once. Pages that have left every window are
+given up. Errors: ArgumentError for more tokens than are computed; OutOfRangeError for a token; as `reserve` for
+rows.)")
+      .def("rollback", &rollback, nb::arg("rows").none(), nb::arg("n").none(),
+           nb::sig("def rollback(self, rows: IdsLike | int, n: IdsLike | int) -> None"),
+           R"(Take back the last n reserved tokens of each row, or n[i] of row i, whether computed or not.
+
+Committed tokens cannot be taken back. The row keeps its pages for what it reserves next. Errors: ArgumentError; as
 `reserve` for rows.)")
       .def(
-          "rollback", &rollback, nb::arg("rows").none(), nb::arg("n").none(),
-          R"(Take back the last n reserved tokens of these rows, or n[i], computed or not; none of them may be committed.
+          "release", &release, nb::arg("rows").none(), nb::sig("def release(self, rows: IdsLike | int) -> None"),
+          R"(End rows, be they finished, cancelled or preempted. What they committed stays cached until memory is needed.
 
-The pages stay the row's, for what it reserves next. Errors: ArgumentError; as `reserve` for rows.)")
-      .def("release", &release, nb::arg("rows").none(),
-           R"(End rows: finished, cancelled or preempted. What is committed stays in the tree until memory is needed.
-
-They are no part of the step that is planned next. Row, lease and own pages are free once the last step planned has passed
-its fence; those of a row that was admitted, forked or given pages since, once the next step has. Errors: as `reserve`
+They take no part in the step that is planned next. A row, its lease and its own pages are free once the last planned step
+has passed its fence; if the row was admitted, forked or given pages since, once the next step has. Errors: as `reserve`
 for rows.)")
       .def("fork", &fork, nb::arg("row").none(), nb::arg("n").none() = nb::none(),
-           R"(Make a continuation of a row's committed tokens, and return its row; with `n`, as many: [n] int32.
+           nb::sig("def fork(self, row: int, n: int | None = None) -> int | npt.NDArray[np.int32]"),
+           R"(Start a new row that continues a row's committed tokens, and return it; with `n`, start n rows: [n] int32.
 
-Pages of the tree are shared; those behind them are copied by the next delta. The rows are the caller's. Errors:
-CapacityError; ArgumentError for a row that is not stored; OutOfRangeError, NotHeldError for the row.)")
-      .def(
-          "invalidate", &invalidate, nb::arg("group").none(), nb::arg("page_ids").none(),
-          R"(Forget what these pages of a group hold, because it is bad, and all that continues it. Returns the running rows
-whose contents may depend on them, [n] int32.
+They share the pages of the tree; the next delta copies the others. The caller owns the rows. Errors: CapacityError;
+ArgumentError for a row whose tokens are not cached; OutOfRangeError, NotHeldError for the row.)")
+      .def("invalidate", &invalidate, nb::arg("group").none(), nb::arg("page_ids").none(),
+           nb::sig("def invalidate(self, group: str, page_ids: IdsLike) -> npt.NDArray[np.int32]"),
+           R"(Forget pages of a group whose contents are bad, and everything that continues them.
 
-Those rows go on, but nothing they commit is cached; release them to compute anew. Cached pages that nobody reads come free
-at once, the others as their rows end. Pages that hold nothing are ignored. Cost: a walk over all that is cached. Errors:
-OutOfRangeError; ArgumentError.)")
-      .def("drop", &drop, nb::arg("namespace").none(),
-           R"(Forget a namespace: nothing of it is found any more, and what its running rows commit is not cached.
+Returns the running rows whose contents may depend on these pages, [n] int32. They keep running, but nothing they commit
+is cached; release them to compute their tokens again. Cached pages that nobody reads are free at once, the others when
+their rows end. Free pages are ignored. Walks over everything that is cached. Errors: OutOfRangeError; ArgumentError.)")
+      .def("drop", &drop, nb::arg("namespace").none(), nb::sig("def drop(self, namespace: bytes | str) -> None"),
+           R"(Forget a namespace: nothing of it can be found any more, and what its running rows commit is not cached.
 
 Errors: ArgumentError.)")
       .def("_plan", &plan, nb::arg("rows").none(), nb::arg("counts").none())
-      .def("pass_fence", &pass_fence, nb::arg("step").none(),
-           R"(Say that this step and all before it have finished on every device: what waited for them is free.
+      .def("pass_fence", &pass_fence, nb::arg("step").none(), nb::sig("def pass_fence(self, step: int) -> None"),
+           R"(Report that this step and all earlier ones have finished on every device, and free what waited for them.
 
-Errors: ArgumentError for a step that was not planned yet.)")
+Errors: ArgumentError for a step that has not been planned.)")
       .def("page_ids", &page_ids, nb::arg("row").none(), nb::arg("group").none(),
-           R"(The page ids of a row in a group: [pages] int32; 0 where a page has left the window.
+           nb::sig("def page_ids(self, row: int, group: str) -> npt.NDArray[np.int32]"),
+           R"(Return the page ids of a row in a group: [pages] int32; 0 where a page has left the window.
 
 Errors: ArgumentError, OutOfRangeError, NotHeldError.)")
       .def("first_pages", &first_pages, nb::arg("rows").none(), nb::arg("group").none(),
-           "The first page of each row that is still in the window, counted from the row's beginning. An integer for "
-           "one "
-           "row, [rows] int32 for an array. Errors: as `page_ids`.")
+           nb::sig("def first_pages(self, rows: IdsLike | int, group: str) -> int | npt.NDArray[np.int32]"),
+           "Return the number of the first page of each row that has not left the window. An integer for one row, "
+           "[rows] int32 for an array. Errors: as `page_ids`.")
       .def("reserved", &lengths<&Manager::Lengths::reserved>, nb::arg("rows").none(),
-           "How many tokens of each row have a place. An integer for one row, [rows] int32 for an array. Errors: "
+           nb::sig("def reserved(self, rows: IdsLike | int) -> int | npt.NDArray[np.int32]"),
+           "Return how many tokens of each row have a slot. An integer for one row, [rows] int32 for an array. Errors: "
            "OutOfRangeError, NotHeldError.")
       .def("computed", &lengths<&Manager::Lengths::computed>, nb::arg("rows").none(),
-           "How many tokens of each row were planned into a step. As `reserved`.")
+           nb::sig("def computed(self, rows: IdsLike | int) -> int | npt.NDArray[np.int32]"),
+           "Return how many tokens of each row were planned into a step. Result and errors as for `reserved`.")
       .def("committed", &lengths<&Manager::Lengths::committed>, nb::arg("rows").none(),
-           "How many tokens of each row are computed and known. As `reserved`.")
+           nb::sig("def committed(self, rows: IdsLike | int) -> int | npt.NDArray[np.int32]"),
+           "Return how many tokens of each row are computed and known. Result and errors as for `reserved`.")
       .def("stored", &lengths<&Manager::Lengths::stored>, nb::arg("rows").none(),
-           "How many tokens of each row the tree has. As `reserved`.")
+           nb::sig("def stored(self, rows: IdsLike | int) -> int | npt.NDArray[np.int32]"),
+           "Return how many tokens of each row are in the tree. Result and errors as for `reserved`.")
       .def("_counts", &counts)
       .def("_tree_counts", [](const Managed& self) { return tree_counts(self.core.tree()); })
       .def(
@@ -463,15 +490,16 @@ Errors: ArgumentError, OutOfRangeError, NotHeldError.)")
       .def(
           "_tree_unlisten", [](Managed& self, nb::handle listener) { unlisten(self.core.tree(), self, listener); },
           nb::arg("listener").none())
-      .def("namespaces", &namespaces, "The namespaces that have cached pages or running rows, sorted.")
-      .def(
-          "reset", &reset,
-          R"(Forget everything: rows, leases, what is cached, and what the next delta would say; steps begin at 1 again.
+      .def("namespaces", &namespaces, nb::sig("def namespaces(self) -> list[bytes]"),
+           "Return the namespaces that have cached pages or running rows, sorted.")
+      .def("reset", &reset,
+           R"(Forget everything: rows, leases, cached pages, and changes not planned yet. Steps start at 1 again.
 
-`Pools.reset` goes with it. Errors: ArgumentError while a step that was planned has not passed its fence.)")
+Call `Pools.reset` as well. Errors: ArgumentError while a planned step has not passed its fence.)")
       .def(
           "check", [](const Managed& self) { self.core.check(); },
-          "Verify invariant 17 and those of its parts, by a walk over all of it. Errors: InvariantError.");
+          "Verify invariants 5 and 17 and those of the manager's parts, by a walk over everything. Errors: "
+          "InvariantError.");
 }
 
 }  // namespace pagoda::bind

@@ -6,8 +6,8 @@
 NB_MODULE(_native, m) {
   using namespace pagoda::bind;
   using pagoda::Ids;
-  m.doc() = "Pagoda's native core. Public names are re-exported by the rooms of the house.";
-  // A thread, handler or traceback that outlives the interpreter keeps what it holds: no fault of the bindings.
+  m.doc() = "Pagoda's native core. pagoda.ids, pagoda.tree, pagoda.manager and pagoda.pools re-export what is public.";
+  // A thread, handler or traceback may keep objects alive until the interpreter exits, which is not a leak of ours.
   // Tests of the bindings turn the warnings on.
   nb::set_leak_warnings(false);
   init_arrays();
@@ -17,7 +17,7 @@ NB_MODULE(_native, m) {
   bind_manager(m);
   bind_rank(m);
   m.def("set_leak_warnings", &nb::set_leak_warnings, nb::arg("on"),
-        "Whether objects that are alive when the interpreter ends are reported on stderr: off unless a test asks.");
+        "Set whether objects that are still alive when the interpreter exits are reported on stderr; off by default.");
   m.def(
       "sum_ids",
       [](nb::handle ids) {
@@ -28,7 +28,7 @@ NB_MODULE(_native, m) {
         return sum;
       },
       nb::arg("ids").none(), nb::sig("def sum_ids(ids: IdsLike, /) -> int"),
-      "Sum of an array argument: what crossing into the core costs and accepts, for tests and figures.");
+      "Return the sum of an array argument. For tests and benchmarks of how arguments reach the core.");
   m.def(
       "first_live_token",
       [](nb::handle committed, nb::handle window, nb::handle resume_step) {
@@ -39,5 +39,5 @@ NB_MODULE(_native, m) {
       },
       nb::arg("committed").none(), nb::arg("window").none(), nb::arg("resume_step").none(),
       nb::sig("def first_live_token(committed: int, window: int, resume_step: int) -> int"),
-      "The first token of a window group that a row with so many committed tokens still reads.");
+      "Return the first token of a window group that a row with `committed` tokens still reads.");
 }

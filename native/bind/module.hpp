@@ -1,4 +1,4 @@
-// The parts of the extension module, each in a file of its own.
+// The parts of the extension module, one per file.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -31,17 +31,18 @@ void construct(Tree* self, nb::handle page_tokens, nb::handle windows, nb::handl
 }
 
 HeldLease& to_lease(const Tree& tree, nb::handle value) {
-  if (!nb::isinstance<HeldLease>(value) || !nb::inst_ready(value)) throw BadArgument("lease: give what lock returned");
+  if (!nb::isinstance<HeldLease>(value) || !nb::inst_ready(value))
+    throw BadArgument("lease: give a Lease returned by lock()");
   HeldLease& lease = *nb::inst_ptr<HeldLease>(value);
-  if (lease.tree != &tree) throw BadArgument("lease: this one is of another tree");
+  if (lease.tree != &tree) throw BadArgument("lease: it belongs to another tree");
   return lease;
 }
 
-// A lease that can be used.
+// A lease that has not been released.
 HeldLease& to_held_lease(const Tree& tree, nb::handle value) {
   HeldLease& lease = to_lease(tree, value);
   if (lease.is_released) {
-    throw BadId{IdFault::kNotHeld, lease.id.number, 0, "lease " + text(lease.id.number) + " was released"};
+    throw BadId{IdFault::kNotHeld, lease.id.number, 0, "lease " + text(lease.id.number) + " was already released"};
   }
   return lease;
 }
@@ -59,7 +60,7 @@ nb::object match_one(const Tree& self, nb::handle tokens, nb::handle space, nb::
   made->num_columns = self.core.num_columns();
   const Sequence sequence = argument.borrow();
   const PrefixTree& core = self.core;
-  if (core.is_plain() && made->num_columns == 1) {  // compared and copied at once
+  if (core.is_plain() && made->num_columns == 1) {  // compares tokens and copies ids in one pass
     made->page_ids.reset(new int32_t[static_cast<size_t>(sequence.tokens.size / core.page_tokens())]);
     core.match(sequence, made->match, made->page_ids.get());
     made->num_pages = made->match.length / core.page_tokens();
@@ -80,11 +81,11 @@ void for_prompts(nb::handle prompts, nb::handle namespaces, nb::handle extra_key
   const auto all = to_items(prompts, "prompts", "token arrays");
   const bool is_one = PyBytes_Check(namespaces.ptr()) || PyUnicode_Check(namespaces.ptr());
   std::vector<nb::object> spaces, keys;
-  if (!namespaces.is_none() && !is_one) spaces = to_items(namespaces, "namespaces", "one namespace a prompt");
-  if (!extra_keys.is_none()) keys = to_items(extra_keys, "extra_keys", "one list of extra keys a prompt");
+  if (!namespaces.is_none() && !is_one) spaces = to_items(namespaces, "namespaces", "namespaces, one per prompt");
+  if (!extra_keys.is_none()) keys = to_items(extra_keys, "extra_keys", "lists of extra keys, one per prompt");
   if ((!namespaces.is_none() && !is_one && spaces.size() != all.size()) ||
       (!extra_keys.is_none() && keys.size() != all.size())) {
-    throw BadArgument("give one namespace and one list of extra keys a prompt");
+    throw BadArgument("prompts: give one namespace and one list of extra keys per prompt");
   }
   const nb::object plain = nb::bytes("", 0), no_keys = nb::make_tuple();
   for (size_t i = 0; i < all.size(); ++i) {
@@ -119,13 +120,13 @@ nb::object match_lengths(const Tree& self, nb::handle prompts, nb::handle namesp
 nb::object lock(nb::handle owner, nb::handle match) {
   Tree& self = to_self<Tree>(owner);
   if (!nb::isinstance<FoundMatch>(match) || !nb::inst_ready(match))
-    throw BadArgument("match: give what match returned");
+    throw BadArgument("match: give a Match returned by match()");
   const FoundMatch& found = *nb::inst_ptr<FoundMatch>(match);
-  if (found.tree != self.id) throw BadArgument("match: this one is of another tree");
+  if (found.tree != self.id) throw BadArgument("match: it belongs to another tree");
   auto [object, made] = make<HeldLease>();
   made->owner = nb::borrow(owner);
   made->tree = &self;
-  made->is_released = true;  // until it is there
+  made->is_released = true;  // until the core has made it
   made->id = self.core.lock(found.match);
   made->is_released = false;
   return std::move(object);
@@ -145,7 +146,7 @@ nb::object insert(Tree& self, nb::handle tokens, nb::handle page_ids, nb::handle
   const LeaseId* id = nullptr;
   if (!lease.is_none()) {
     id = &to_held_lease(self, lease).id;
-    if (has_space) throw BadArgument("namespace: the lease has its own, give none");
+    if (has_space) throw BadArgument("namespace: leave it out, the lease has its own");
   }
   auto [object, made] = make<InsertedPages>();
   made->num_columns = self.core.num_columns();
@@ -154,16 +155,16 @@ nb::object insert(Tree& self, nb::handle tokens, nb::handle page_ids, nb::handle
   return std::move(object);
 }
 
-// A tuple of arrays. Making one may run the garbage collector, and with it any Python: the tree is not in the
-// middle of anything then.
+// A tuple of arrays. Making one may run the garbage collector, and with it any Python code, so it is made only
+// when the tree is in a consistent state.
 nb::object tuple_of(const std::vector<nb::object>& arrays) {
   nb::list items;
   for (const nb::object& array : arrays) items.append(array);
   return nb::tuple(items);
 }
 
-// Plans a removal, makes room for what it frees, carries it out. Between plan and end nothing but plain arrays
-// is made.
+// Plans a removal, allocates the arrays for what it frees, and carries it out. In between nothing but plain
+// arrays is allocated, so no Python runs.
 template <typename Plan>
 nb::object remove(Tree& self, Plan plan) {
   auto [object, made] = make<FreedIds>();
@@ -196,7 +197,7 @@ nb::object evict(Tree& self, nb::handle n, nb::handle column) {
 }
 
 nb::object evict_states(Tree& self, nb::handle n) {
-  if (!self.core.has_states()) throw BadArgument("this tree was made without states");
+  if (!self.core.has_states()) throw BadArgument("evict_states: this tree was built without states");
   const int64_t states = to_int(n, "n", 0, kMaxCount);
   return remove(self, [&](auto& plan) { self.core.plan_evict_states(states, plan); });
 }
@@ -244,7 +245,7 @@ nb::object page_ids(const Tree& self, nb::handle lease, nb::handle column) {
   return ids.array;
 }
 
-// ── looking ─────────────────────────────────────────────────────────────────────────────────────────
+// ── inspecting ──────────────────────────────────────────────────────────────────────────────────────
 
 nb::object to_bytes(const std::string& name) { return nb::bytes(name.data(), name.size()); }
 
@@ -263,8 +264,9 @@ nb::object windows(const Tree& self) {
 std::string repr(const Tree& self) {
   const PrefixTree& core = self.core;
   const int64_t locked = core.tokens().locked;
-  return "PrefixTree(" + text(core.tokens().total - locked) + " tokens evictable, " + text(locked) + " protected, in " +
-         text(core.num_nodes()) + " runs of pages of " + text(core.page_tokens()) + ")";
+  return "PrefixTree(" + text(core.tokens().total) + " tokens: " + text(locked) + " protected, " +
+         text(core.tokens().total - locked) + " evictable; " + text(core.num_nodes()) + " nodes, pages of " +
+         text(core.page_tokens()) + ")";
 }
 
 }  // namespace
@@ -273,15 +275,16 @@ void bind_prefix_tree(nb::module_& m) {
   bind_tree_values(m);
   const nb::object plain = nb::bytes("", 0), none = nb::make_tuple();
   nb::class_<Tree>(m, "PrefixTree", nb::type_slots(tree_slots), nb::is_weak_referenceable(),
-                   R"(What is already computed: tokens in, the ids of the pages that hold them out.
+                   R"(Finds prefixes that are already computed: tokens in, the ids of their pages out.
 
-One column of page ids a paged group: None in `windows` for full attention, else the window in tokens.
-`states`: prefixes are usable only at checkpoints. `capacity`: tokens whose storage is made up front, so
-that no call waits for memory. docs/tree.md says exactly what each call does. Several threads may call.
-Memory: about 8.5 bytes a token at page size 1 and 4.5 at 16 where runs are long; a run takes a chunk of 64
-tokens at least. What was evicted is used again, not given back to the system.
+`windows` has one entry per paged group, and so per column of page ids: None for full attention, else the
+window in tokens. With `states`, prefixes are usable only at checkpoints. `capacity` is the number of tokens
+whose storage is allocated up front, so that no call waits for memory. docs/tree.md describes each call. A
+tree may be used from several threads. Memory: about 8.5 bytes per token with pages of 1 token and 4.5 with
+pages of 16, if runs are long; each run takes at least one chunk of 64 tokens. Memory of evicted pages is
+reused, not returned to the system.
 
-Errors: ConfigError for arguments that nothing can be built with; MemoryError.)")
+Errors: ConfigError for invalid arguments; MemoryError.)")
       .def(
           "__init__", &construct, nb::arg("page_tokens").none() = 1, nb::kw_only(),
           nb::arg("windows").none() = nb::make_tuple(nb::none()), nb::arg("states").none() = false,
@@ -289,142 +292,142 @@ Errors: ConfigError for arguments that nothing can be built with; MemoryError.)"
           nb::sig("def __init__(self, page_tokens: int = 1, *, windows: Sequence[int | None] = (None,), states: bool = "
                   "False, capacity: int = 0) -> None"))
       .def_prop_ro(
-          "page_tokens", [](const Tree& self) { return self.core.page_tokens(); }, "Tokens a page. O(1).")
-      .def_prop_ro("windows", &windows, "The window of each column, None where there is none. O(columns).")
+          "page_tokens", [](const Tree& self) { return self.core.page_tokens(); }, "Tokens per page.")
+      .def_prop_ro("windows", &windows, "The window of each column in tokens; None for full attention.")
       .def_prop_ro(
           "has_states", [](const Tree& self) { return self.core.has_states(); },
-          "Whether prefixes are usable only at checkpoints. O(1).")
+          "Whether prefixes are usable only at checkpoints.")
       .def_prop_ro(
-          "num_tokens", [](const Tree& self) { return self.core.tokens().total; }, "Tokens held. O(1).")
+          "num_tokens", [](const Tree& self) { return self.core.tokens().total; }, "Number of cached tokens.")
       .def_prop_ro(
           "evictable_tokens", [](const Tree& self) { return self.core.tokens().total - self.core.tokens().locked; },
-          "Tokens that no lease protects. O(1).")
+          "Number of tokens that no lease protects.")
       .def_prop_ro(
           "protected_tokens", [](const Tree& self) { return self.core.tokens().locked; },
-          "Tokens that leases protect, each counted once. O(1).")
+          "Number of tokens that leases protect; a token with several leases counts once.")
       .def_prop_ro(
-          "num_nodes", [](const Tree& self) { return self.core.num_nodes(); }, "Runs. O(1).")
+          "num_nodes", [](const Tree& self) { return self.core.num_nodes(); }, "Number of nodes, each a run of pages.")
       .def_prop_ro(
-          "num_leaves", [](const Tree& self) { return self.core.num_leaves(); }, "Runs that nothing continues. O(1).")
+          "num_leaves", [](const Tree& self) { return self.core.num_leaves(); }, "Number of nodes without children.")
       .def_prop_ro(
-          "num_leases", [](const Tree& self) { return self.core.num_leases(); }, "Leases not yet released. O(1).")
+          "num_leases", [](const Tree& self) { return self.core.num_leases(); },
+          "Number of leases that are not released yet.")
       .def("match", &match_one, nb::arg("tokens").none(), nb::arg("namespace").none() = plain,
            nb::arg("extra_keys").none() = none,
            nb::sig("def match(self, tokens: IdsLike, namespace: bytes | str = b'', extra_keys: Sequence[ExtraKey] = "
                    "()) -> Match"),
-           R"(The longest usable prefix of these tokens. Splits nothing, renews nothing, protects nothing.
+           R"(Find the longest usable prefix of these tokens.
 
-Cost O(prefix), close to comparing the tokens and copying the ids. Errors: OutOfRangeError for a
-negative token; ArgumentError.)")
+The tree does not change, nothing is protected, and the eviction order stays as it is. Costs little more
+than comparing the tokens and copying the ids. Errors: OutOfRangeError for a negative token; ArgumentError.)")
       .def("match_length", &match_length, nb::arg("tokens").none(), nb::arg("namespace").none() = plain,
            nb::arg("extra_keys").none() = none,
            nb::sig("def match_length(self, tokens: IdsLike, namespace: bytes | str = b'', extra_keys: "
                    "Sequence[ExtraKey] = ()) -> int"),
-           "The length of `match` alone: no ids are read. Cost O(prefix). Errors: as `match`.")
+           "Return the length of a match alone, without reading ids. Errors: as `match`.")
       .def("match_many", &match_many, nb::arg("prompts").none(), nb::arg("namespaces").none() = nb::none(),
            nb::arg("extra_keys").none() = nb::none(),
            nb::sig("def match_many(self, prompts: Sequence[IdsLike], namespaces: bytes | str | Sequence[bytes | str] | "
                    "None = None, extra_keys: Sequence[Sequence[ExtraKey]] | None = None) -> list[Match]"),
-           R"(A match for each prompt of a queue, in one call.
+           R"(Match all prompts of a queue in one call.
 
-namespaces: None, one for all, or one a prompt. Cost: the sum of the matches. Errors: as `match`.)")
+`namespaces` is None, one for all prompts, or one per prompt. Errors: as `match`.)")
       .def("match_lengths", &match_lengths, nb::arg("prompts").none(), nb::arg("namespaces").none() = nb::none(),
            nb::arg("extra_keys").none() = nb::none(),
            nb::sig("def match_lengths(self, prompts: Sequence[IdsLike], namespaces: bytes | str | Sequence[bytes | "
                    "str] | None = None, extra_keys: Sequence[Sequence[ExtraKey]] | None = None) -> "
                    "npt.NDArray[np.int32]"),
-           "The lengths of `match_many` alone: [prompts] int32. Cost: the sum of the matches. Errors: as `match`.")
+           "Return the lengths of `match_many` alone: [prompts] int32. Errors: as `match`.")
       .def("lock", &lock, nb::arg("match").none(), nb::sig("def lock(self, match: Match) -> Lease"),
-           R"(Protects what is still there of a match, down to nothing, until the lease is released.
+           R"(Protect what is still cached of a match until the lease is released.
 
-A run is split where the lease ends inside it. Cost O(runs that become protected), and one chunk for
-a split. Errors: ArgumentError for a match of another tree.)")
+If pages of the match were evicted meanwhile, the lease is shorter, possibly empty. A run is split if the
+lease ends inside it. Errors: ArgumentError for a match of another tree.)")
       .def("release", &release, nb::arg("lease").none(), nb::sig("def release(self, lease: Lease) -> None"),
-           R"(Gives a lease back: what nobody else protects is evictable, and the most recently used.
+           R"(Release a lease: what no other lease protects becomes evictable, as the most recently used.
 
-Cost O(runs that become evictable). Errors: DoubleFreeError when it was released before; StaleError
-when the tree was reset since; ArgumentError for a lease of another tree.)")
+Errors: DoubleFreeError if it was already released; StaleError if the tree was reset since; ArgumentError
+for a lease of another tree.)")
       .def(
           "demote", [](Tree& self, nb::handle lease) { self.core.demote(to_held_lease(self, lease).id); },
           nb::arg("lease").none(), nb::sig("def demote(self, lease: Lease) -> None"),
-          R"(When this lease is released, what only it protects and nothing else continues is the coldest.
+          R"(Let the tail that only this lease protects be evicted first, once the lease is released.
 
-O(1). Errors: NotHeldError, StaleError, ArgumentError.)")
+The tail ends where something else continues the path. Errors: NotHeldError, StaleError, ArgumentError.)")
       .def("insert", &insert, nb::arg("tokens").none(), nb::arg("page_ids").none(),
            nb::arg("lease").none() = nb::none(), nb::kw_only(), nb::arg("namespace").none() = nb::none(),
            nb::arg("extra_keys").none() = none, nb::arg("checkpoints").none() = none,
            nb::sig("def insert(self, tokens: IdsLike, page_ids: IdsLike | Sequence[IdsLike], lease: Lease | None = "
                    "None, *, namespace: bytes | str | None = None, extra_keys: Sequence[ExtraKey] = (), checkpoints: "
                    "Sequence[tuple[int, int]] = ()) -> Inserted"),
-           R"(Stores the whole pages of a sequence, or, with a lease, of what follows the lease, which then covers them.
+           R"(Store the whole pages of a sequence.
 
-The tree owns the pages from `present` to `stored` of the result; the rest stays the caller's. New
-pages continue the last run in place where they can. Cost O(tokens given). Errors: OutOfRangeError for a token, page or state id;
+With a lease, `tokens` are those that follow the lease, which then covers them too. Afterwards the tree owns
+the pages between `present` and `stored` of the result, and the caller keeps the others. Costs depend on the
+tokens given, not on those the lease covers. Errors: OutOfRangeError for a token, page or state id;
 ArgumentError for lengths that do not fit; StaleError for a lease of a dropped namespace; NotHeldError.)")
       .def("page_ids", &page_ids, nb::arg("lease").none(), nb::arg("column").none() = 0,
            nb::sig("def page_ids(self, lease: Lease, column: int = 0) -> npt.NDArray[np.int32]"),
-           R"(The pages along a lease's path as they are now: [length / page_tokens] int32, holes -1.
+           R"(Return the current page ids of a lease: [length / page_tokens] int32, -1 for holes.
 
-Cost O(length / page_tokens). Errors: NotHeldError, StaleError, ArgumentError.)")
+Errors: NotHeldError, StaleError, ArgumentError.)")
       .def("evict", &evict, nb::arg("n").none(), nb::arg("column").none() = 0,
            nb::sig("def evict(self, n: int, column: int = 0) -> Freed"),
-           R"(Frees n tokens, rounded up to pages of a column, off the tails of the coldest leaves.
+           R"(Evict n tokens, rounded up to pages of a column, from the tails of the coldest leaves.
 
-The caller owns the ids it returns. Cost: what it frees. Errors: CapacityError when less is
-evictable; ArgumentError.)")
+The caller owns the returned ids. Errors: CapacityError if fewer are evictable; ArgumentError.)")
       .def("evict_states", &evict_states, nb::arg("n").none(), nb::sig("def evict_states(self, n: int) -> Freed"),
-           R"(Frees n checkpoints, coldest first, with the pages that only they could resume.
+           R"(Evict n checkpoints, coldest first, with the pages that are of no use without them.
 
-The caller owns the ids it returns. Cost: what it frees. Errors: CapacityError; ArgumentError.)")
+The caller owns the returned ids. Errors: CapacityError if fewer are evictable; ArgumentError.)")
       .def("punch", &punch, nb::arg("lease").none(), nb::arg("column").none(), nb::arg("end").none(),
            nb::sig("def punch(self, lease: Lease, column: int, end: int) -> npt.NDArray[np.int32]"),
-           R"(Makes holes of a window column's pages before `end` on a lease's path, where no other lease is.
+           R"(Remove the pages before token `end` from a window column of a lease's path, which leaves holes.
 
-The caller owns the ids it returns. Cost O(pages before end). Errors: ArgumentError for a column without a window;
-NotHeldError, StaleError.)")
+Pages that another lease protects stay. The caller owns the returned ids. Errors: ArgumentError for a column
+without a window; NotHeldError, StaleError.)")
       .def(
           "replace", &replace, nb::arg("tokens").none(), nb::arg("page_ids").none(), nb::kw_only(),
           nb::arg("namespace").none() = plain, nb::arg("extra_keys").none() = none,
           nb::sig("def replace(self, tokens: IdsLike, page_ids: IdsLike | Sequence[IdsLike], *, namespace: bytes | str "
                   "= b'', extra_keys: Sequence[ExtraKey] = ()) -> tuple[npt.NDArray[np.int32], ...]"),
-          R"(Gives pages that are all there other ids, and returns the old ones, an array a column.
+          R"(Replace the ids of cached pages and return the old ids, one array per column.
 
-The tree owns the new ids, the caller the old. Cost O(tokens). Errors: ArgumentError when not all are there; as
-`insert`.)")
-      .def("drop", &drop, nb::arg("namespace").none(), nb::sig("def drop(self, namespace: bytes | str) -> Freed"),
-           R"(Forgets a namespace: nothing of it is found any more. What leases protect goes when they are released.
+The tree owns the new ids, the caller the old ones. Errors: ArgumentError if not all of the tokens are cached;
+as `insert`.)")
+      .def(
+          "drop", &drop, nb::arg("namespace").none(), nb::sig("def drop(self, namespace: bytes | str) -> Freed"),
+          R"(Forget a namespace: nothing of it can be found any more. Protected pages stay until their leases are released.
 
-The caller owns the ids it returns. Cost: its runs. Errors: ArgumentError.)")
+The caller owns the returned ids. Errors: ArgumentError.)")
       .def("namespaces", &namespaces, nb::sig("def namespaces(self) -> list[bytes]"),
-           "Namespaces that have pages or leases, sorted. Cost: their number.")
+           "Return the namespaces that have pages or leases, sorted.")
       .def(
           "reset",
           [](Tree& self) {
             self.core.reset();
             deliver(self);
           },
-          nb::sig("def reset(self) -> None"),
-          "Forgets everything, leases included; all ids are the caller's. Cost O(nodes).")
+          nb::sig("def reset(self) -> None"), "Forget everything, leases included. The caller owns all ids again.")
       .def(
           "counts", [](const Tree& self) { return tree_counts(self.core); }, nb::sig("def counts(self) -> TreeCounts"),
-          "What it holds, kept up to date. O(columns).")
+          "Return how many tokens, pages, states, nodes and leases there are. Needs no walk over the tree.")
       .def(
           "check", [](const Tree& self) { self.core.check(); }, nb::sig("def check(self) -> None"),
-          "Verifies invariants 10 to 12, 14 and 15. Cost: a walk over all of it. Errors: InvariantError.")
+          "Verify invariants 10 to 12, 14 and 15 by a walk over the whole tree. Errors: InvariantError.")
       .def(
           "listen", [](Tree& self, nb::handle listener) { listen(self.core, self, listener); },
           nb::arg("listener").none(),
           nb::sig("def listen(self, listener: Callable[[Stored | Removed | Reset], object]) -> None"),
-          R"(From now on this callable gets every event, in order, when the call that made it is done.
+          R"(Call `listener` with every event from now on, in order, after the call that caused it has finished.
 
-First it is told everything that can be found now, as Stored events; the cost is a copy of it. Later calls
-cost a copy of what they store or remove. What a listener raises goes to sys.unraisablehook.
-Errors: ArgumentError.)")
+It first gets Stored events for everything that can be found now, which costs a copy of the tree. Later calls
+copy what they store or remove. Exceptions of a listener go to sys.unraisablehook. Errors: ArgumentError.)")
       .def(
           "unlisten", [](Tree& self, nb::handle listener) { unlisten(self.core, self, listener); },
           nb::arg("listener").none(),
           nb::sig("def unlisten(self, listener: Callable[[Stored | Removed | Reset], object]) -> None"),
-          "Ends what `listen` began. O(listeners). Errors: ArgumentError when it does not listen.")
+          "Stop calling a listener. Errors: ArgumentError if it does not listen.")
       .def(
           "nodes",
           [](const Tree& self, nb::handle most, nb::handle run, nb::handle space) {
@@ -434,9 +437,9 @@ Errors: ArgumentError.)")
           nb::arg("namespace").none() = nb::none(),
           nb::sig("def nodes(self, max_nodes: int = 1000, max_tokens: int = 32, namespace: bytes | str | None = None) "
                   "-> list[NodeView]"),
-          R"(Nodes to look at: parents before children, children in the order of their tokens.
+          R"(List nodes for display: parents before children, children in the order of their tokens.
 
-Cost O(nodes shown and their siblings, leases). Errors: ArgumentError.)")
+Errors: ArgumentError.)")
       .def("__repr__", &repr);
 }
 

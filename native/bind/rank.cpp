@@ -23,7 +23,7 @@ void construct(Rank* self, nb::handle groups, nb::handle num_rows, nb::handle ma
     for (const nb::object& group : to_items(groups, "groups", "groups")) {
       const nb::tuple parts = nb::cast<nb::tuple>(group);
       const int64_t page_tokens = to_int(parts[2], "page_tokens", 1, kMaxId);
-      tables.push_back({to_text(parts[0], "name of a group"), PageMath(page_tokens).pages_for(tokens),
+      tables.push_back({to_text(parts[0], "group name"), PageMath(page_tokens).pages_for(tokens),
                         to_int(parts[1], "capacity", 0, kMaxId)});
       pages.push_back({page_tokens, to_int(parts[3], "kernel_page_tokens", 1, page_tokens),
                        parts[4].is_none() ? 0 : to_int(parts[4], "window", 1, int64_t{1} << 40),
@@ -67,7 +67,7 @@ void fill(const Rank& self, nb::handle packed, int64_t num_rows, int64_t num_tok
   self.fill(array.borrow(), num_rows, num_tokens, shared, groups);
 }
 
-// The sections of a delta that are not empty: (name, group, begin, size) each.
+// The step, the number of groups, and (name, group, begin, size) of each section that is not empty.
 nb::tuple read_delta(nb::handle packed) {
   static const char* const names[] = {"rows",   "lengths",  "counts",  "starts",
                                       "places", "page_ids", "sources", "targets"};
@@ -84,19 +84,19 @@ nb::tuple read_delta(nb::handle packed) {
 
 void bind_rank(nb::module_& m) {
   m.def("read_delta", &read_delta, nb::arg("packed").none(),
-        "The step of a delta, its number of groups, and its sections: (name, group, begin, size) each.");
-  nb::class_<Rank>(m, "Rank", "The host's half of pagoda.pools.Pools.")
+        "Return the step of a delta, its number of groups, and its sections as (name, group, begin, size).");
+  nb::class_<Rank>(m, "Rank", "The host side of pagoda.pools.Pools.")
       .def("__init__", &construct, nb::arg("groups").none(), nb::arg("num_rows").none(), nb::arg("max_tokens").none())
       .def(
           "check", &check, nb::arg("packed").none(), nb::arg("step").none(),
-          R"(What a delta asks for, once it is known to be right in every number: rows and tokens of the step, where rows, lengths
-and starts begin, the number of table writes and where they begin, and the page copies of each group.
+          R"(Check every number of a delta and return what it asks for: rows and tokens of the step, where rows, lengths and
+starts begin, the number of table writes and where they begin, and the page copies of each group.
 
 Errors: ArgumentError, OutOfRangeError.)")
-      .def("follow", &follow, nb::arg("packed").none(), "Writes the host's tables, of a delta that was checked.")
+      .def("follow", &follow, nb::arg("packed").none(),
+           "Write the table changes of a checked delta into the tables on the host.")
       .def("fill", &fill, nb::arg("packed").none(), nb::arg("num_rows"), nb::arg("num_tokens"), nb::arg("addresses"),
-           "Fills a batch's buffers on the host, which are given by their addresses, in the order of their "
-           "declaration.");
+           "Fill the host buffers of a batch, given by their addresses in the order of their declaration.");
 }
 
 }  // namespace pagoda::bind

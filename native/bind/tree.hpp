@@ -14,27 +14,27 @@
 
 namespace pagoda::bind {
 
-// Who listens to a tree, since which of its events.
+// A callable that listens to a tree, and the number of the first event it gets.
 struct Listener {
   nb::object call;
   int64_t since;
 };
 
-// An event that was not delivered yet: to all who listened by then, or to the one that listens since `only`.
+// An event still to be delivered: to all that were listening then, or only to the listener with since == only.
 struct News {
   TreeEvent event;
   int64_t number;
-  int64_t only;  // 0: all
+  int64_t only;  // 0: to all
 };
 
 struct Listeners {
   std::vector<Listener> listeners;
   std::deque<News> news;
-  int64_t next_number = 1;  // of events and listeners
+  int64_t next_number = 1;  // of the next event or listener
   bool is_delivering = false;
 };
 
-// pagoda.PrefixTree: the core's tree and who listens to it.
+// pagoda.PrefixTree: the core's tree and its listeners.
 struct Tree : Listeners {
   Tree(int64_t page_tokens, std::vector<int64_t> windows, bool has_states, int64_t capacity)
       : core(page_tokens, std::move(windows), has_states, capacity) {
@@ -42,13 +42,13 @@ struct Tree : Listeners {
     id = next++;
   }
   PrefixTree core;
-  PrefixTree::Removal removal;  // scratch of one call: it has memory already
-  int64_t id;                   // tells a match of another tree
+  PrefixTree::Removal removal;  // scratch of one call, kept for its memory
+  int64_t id;                   // tells matches of other trees apart
 };
 
 // ── what the tree's calls return ────────────────────────────────────────────────────────────────────
 
-// pagoda.Match. Its arrays are made when they are asked for: a queue is matched for its lengths.
+// pagoda.tree.Match. Its arrays are made on request: a queue is often matched for its lengths alone.
 struct FoundMatch {
   int64_t tree;
   Match match;
@@ -57,7 +57,7 @@ struct FoundMatch {
   std::unique_ptr<int32_t[]> page_ids;  // [num_columns * num_pages]
 };
 
-// pagoda.Lease
+// pagoda.tree.Lease
 struct HeldLease {
   nb::object owner;
   Tree* tree;
@@ -66,17 +66,17 @@ struct HeldLease {
   bool is_released;
 };
 
-// pagoda.Inserted
+// pagoda.tree.Inserted
 struct InsertedPages : Inserted {
   int num_columns = 0;
 };
 
-// pagoda.Freed
+// pagoda.tree.Freed
 struct FreedIds {
   nb::object page_ids, columns, state_ids;
 };
 
-// A Python object around a T that is made in place.
+// A Python object with a T constructed in place.
 template <typename T>
 std::pair<nb::object, T*> make() {
   nb::object object = nb::inst_alloc(nb::type<T>());
@@ -85,29 +85,29 @@ std::pair<nb::object, T*> make() {
   return {std::move(object), made};
 }
 
-// The T behind an object that Python hands us, or a TypeError: of another type, or never initialised.
+// The T inside a Python object. TypeError if the object is of another type or was never initialised.
 template <typename T>
 T& to_self(nb::handle object) {
-  if (!nb::isinstance<T>(object) || !nb::inst_ready(object)) throw nb::type_error("not an object that the tree made");
+  if (!nb::isinstance<T>(object) || !nb::inst_ready(object)) throw nb::type_error("this object was not made by a tree");
   return *nb::inst_ptr<T>(object);
 }
 
-// Gives a lease back, once.
+// Releases a lease. A second time throws.
 void release_lease(Tree& tree, HeldLease& lease);
 
 void bind_tree_values(nb::module_& m);
 
-// Hands the events of a call that is done to the listeners. Their exceptions are reported, not raised.
+// Hands the events of a finished call to the listeners. Their exceptions are reported, not raised.
 void deliver_events(PrefixTree& core, Listeners& to);
 inline void deliver(PrefixTree& core, Listeners& to) {
   if (core.has_events()) deliver_events(core, to);
 }
 inline void deliver(Tree& tree) { deliver(tree.core, tree); }
-// Who begins to listen is told first all that can be found.
+// A new listener first gets everything that can be found now.
 void listen(PrefixTree& core, Listeners& to, nb::handle listener);
 void unlisten(PrefixTree& core, Listeners& to, nb::handle listener);
 
-// For the garbage collector: what an object with listeners keeps alive.
+// For the garbage collector: the references that an object with listeners has.
 template <typename T>
 int traverse_listeners(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
@@ -128,7 +128,7 @@ int clear_listeners(PyObject* self) {
 nb::object tree_counts(const PrefixTree& core);
 nb::list list_nodes(const PrefixTree& core, nb::handle max_nodes, nb::handle max_tokens, nb::handle space);
 
-// ── arguments, read in two steps as arrays.hpp says: construct all, then borrow all ─────────────────
+// ── arguments, read in two steps as in arrays.hpp: construct all, then borrow all ───────────────────
 
 // A namespace: bytes, or the UTF-8 of a str. Borrowed from the argument.
 std::string_view to_space(nb::handle value);
@@ -145,7 +145,7 @@ class SequenceArgument {
   std::vector<KeyRange> ranges_;
 };
 
-// Page ids: one array for one column, else a list or tuple of one array a column.
+// Page ids: one array for one column, else a list or tuple of arrays, one per column.
 class ColumnsArgument {
  public:
   ColumnsArgument(nb::handle page_ids, int num_columns);
@@ -154,13 +154,13 @@ class ColumnsArgument {
  private:
   std::optional<IdArray> one_;
   std::deque<IdArray> many_;
-  std::vector<nb::object> kept_;  // what many_ looks into
+  std::vector<nb::object> kept_;  // keeps the arrays of many_ alive
 };
 
 std::vector<Checkpoint> to_checkpoints(nb::handle value);
 std::vector<int64_t> to_windows(nb::handle value);
 
-// The items of a list, a tuple or another sequence, each with a reference of its own.
+// The items of a list, a tuple or another sequence, as owned references.
 std::vector<nb::object> to_items(nb::handle value, const char* name, const char* what);
 
 // An array with these entries, and a tuple of arrays.

@@ -14,7 +14,7 @@ bool is_empty_tuple(nb::handle value) { return PyTuple_CheckExact(value.ptr()) &
 std::vector<KeyRange> to_ranges(nb::handle value) {
   std::vector<KeyRange> ranges;
   if (is_empty_tuple(value)) return ranges;
-  constexpr const char* kWhat = "(begin, end, key) with 0 <= begin < end, in order, not overlapping, key bytes or str";
+  constexpr const char* kWhat = "(begin, end, key), in order, without overlap, 0 <= begin < end, key bytes or str";
   int64_t before = 0;
   for (const nb::object& item : to_items(value, "extra_keys", kWhat)) {
     const auto parts = to_items(item, "extra_keys", kWhat);
@@ -67,10 +67,10 @@ ColumnsArgument::ColumnsArgument(nb::handle page_ids, int num_columns) {
     one_.emplace(page_ids, "page_ids");
     return;
   }
-  constexpr const char* kWhat = "one array of page ids a column";
+  constexpr const char* kWhat = "arrays of page ids, one per column";
   const auto items = to_items(page_ids, "page_ids", kWhat);
   if (static_cast<int>(items.size()) != num_columns) {
-    throw BadArgument("page_ids: give a list or tuple of " + text(num_columns) + " arrays, one a column, not " +
+    throw BadArgument("page_ids: give a list or tuple of " + text(num_columns) + " arrays, one per column, not " +
                       text(static_cast<int64_t>(items.size())));
   }
   for (const nb::object& item : items) many_.emplace_back(item, "page_ids");
@@ -99,12 +99,12 @@ std::vector<Checkpoint> to_checkpoints(nb::handle value) {
 }
 
 std::vector<int64_t> to_windows(nb::handle value) {
-  constexpr const char* kWhat = "None or a window of at least 1 token, one a column";
+  constexpr const char* kWhat = "windows, one per column: None, or 1 token or more";
   std::vector<int64_t> windows;
   for (const nb::object& item : to_items(value, "windows", kWhat)) {
     windows.push_back(item.is_none() ? 0 : to_int(item, "windows", 1, kMaxId));
   }
-  if (windows.empty()) throw BadArgument(std::string("windows: give ") + kWhat);
+  if (windows.empty()) throw BadArgument(std::string("windows: give a list or tuple of ") + kWhat);
   return windows;
 }
 

@@ -17,7 +17,7 @@ nb::object to_python(const TreeEvent& event) {
       to_tuple(event.ranges), to_tuple(event.columns), to_tuple(event.states), event.ids_only);
 }
 
-// What a listener raises concerns neither the call nor the other listeners. True for Ctrl-C.
+// Reports what a listener raised, which must disturb neither the call nor other listeners. True for Ctrl-C.
 bool report(nb::handle listener) {
   if (!PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
     PyErr_WriteUnraisable(listener.ptr());
@@ -32,7 +32,7 @@ void take_events(PrefixTree& core, Listeners& to) {
 }
 
 void deliver_news(Listeners& to) {
-  if (to.is_delivering) return;  // a listener called: whoever delivers goes on with these
+  if (to.is_delivering) return;  // called by a listener: the delivery in progress continues with these
   struct Delivery {
     Listeners& to;
     ~Delivery() { to.is_delivering = false; }
@@ -57,7 +57,7 @@ void deliver_news(Listeners& to) {
       if (!done.is_valid()) is_interrupted |= report(listener.call);
     }
   }
-  if (is_interrupted) PyErr_SetInterrupt();  // raised again now that the call is done and everybody was told
+  if (is_interrupted) PyErr_SetInterrupt();  // raised again now that all listeners were called
 }
 
 }  // namespace
@@ -78,14 +78,14 @@ void listen(PrefixTree& core, Listeners& to, nb::handle listener) {
     core.listen(!to.listeners.empty());
     throw;
   }
-  take_events(core, to);  // what came before
+  take_events(core, to);  // those from before it listened
   const int64_t since = to.listeners.back().since = to.next_number++;
   for (TreeEvent& event : all) to.news.push_back({std::move(event), since, since});
   deliver_news(to);
 }
 
 void unlisten(PrefixTree& core, Listeners& to, nb::handle listener) {
-  // Comparing runs Python: it sees a copy.
+  // Comparing runs Python, which may change the list: go through a copy.
   const std::vector<Listener> listeners = to.listeners;
   for (const Listener& each : listeners) {
     if (!each.call.is(listener) && !each.call.equal(listener)) continue;
@@ -97,7 +97,7 @@ void unlisten(PrefixTree& core, Listeners& to, nb::handle listener) {
     core.listen(!to.listeners.empty());
     return;
   }
-  throw BadArgument("listener: this one does not listen");
+  throw BadArgument("listener: it is not listening");
 }
 
 }  // namespace pagoda::bind

@@ -15,7 +15,7 @@ int traverse_lease(PyObject* self, visitproc visit, void* arg) {
   return 0;
 }
 
-// A lease that is collected is never asked anything again: it may forget its tree.
+// A lease that is being collected is never used again, so it may drop its tree.
 int clear_lease(PyObject* self) {
   if (nb::inst_ready(self)) nb::object owner = std::move(nb::inst_ptr<HeldLease>(self)->owner);
   return 0;
@@ -36,8 +36,8 @@ nb::object column_of(nb::handle object, int column) {
   return view_int32(object, self.page_ids.get() + column * self.num_pages, self.num_pages);
 }
 
-// Attributes that every request reads, as plain C getters: a function call of its own each would cost as much as
-// the walk down the tree. get(self, object) → an object.
+// Attributes that every request reads, as plain C getters: nanobind properties would cost as much as the walk down the
+// tree. get(self, object) → an object.
 template <typename T, nb::object (*get)(const T&, nb::handle)>
 PyObject* getter(PyObject* object, void*) {
   try {
@@ -65,28 +65,28 @@ int64_t stored_of(const InsertedPages& self) { return self.stored; }
 int64_t usable_of(const InsertedPages& self) { return self.length; }
 
 PyGetSetDef match_getters[] = {{"length", getter<FoundMatch, number_of<FoundMatch, match_length_of>>, nullptr,
-                                "Tokens of the longest usable prefix, whole pages. O(1).", nullptr},
+                                "Length of the longest usable prefix in tokens, always whole pages.", nullptr},
                                {"found", getter<FoundMatch, number_of<FoundMatch, match_found_of>>, nullptr,
-                                "Tokens whose pages are there, usable or not: at least `length`. O(1).", nullptr},
+                                "Length of the longest cached prefix, usable or not; at least `length`.", nullptr},
                                {"page_ids", getter<FoundMatch, first_column>, nullptr,
-                                "The pages of column 0: [length / page_tokens] int32, holes -1. O(1).", nullptr},
+                                "Page ids of column 0: [length / page_tokens] int32, -1 for holes.", nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyGetSetDef lease_getters[] = {
     {"length", getter<HeldLease, number_of<HeldLease, length_of>>, nullptr,
-     "Tokens it protects; once released, those it protected; 0 after a reset. O(1).", nullptr},
+     "Number of tokens it protects, or protected until it was released; 0 after a reset.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyGetSetDef inserted_getters[] = {{"present", getter<InsertedPages, number_of<InsertedPages, present_of>>, nullptr,
-                                   "Tokens that were there before, counted from the beginning. O(1).", nullptr},
+                                   "Length of the prefix that was cached before the call.", nullptr},
                                   {"stored", getter<InsertedPages, number_of<InsertedPages, stored_of>>, nullptr,
-                                   "Tokens whose pages are there now. O(1).", nullptr},
+                                   "Length of the prefix that is cached now.", nullptr},
                                   {"length", getter<InsertedPages, number_of<InsertedPages, usable_of>>, nullptr,
-                                   "Tokens of the longest usable prefix; where the lease ends. O(1).", nullptr},
+                                   "Length of the longest usable prefix, where the lease now ends.", nullptr},
                                   {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyGetSetDef freed_getters[] = {
-    {"page_ids", getter<FreedIds, freed_pages>, nullptr, "Those of column 0: [n] int32, run after run. O(1).", nullptr},
+    {"page_ids", getter<FreedIds, freed_pages>, nullptr, "Page ids of column 0: [n] int32, run after run.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyType_Slot match_slots[] = {{Py_tp_getset, match_getters}, {0, nullptr}};
@@ -108,7 +108,7 @@ nb::object columns_of(nb::handle object) {
 
 void release_lease(Tree& tree, HeldLease& lease) {
   if (lease.is_released) {
-    throw BadId{IdFault::kDoubleFree, lease.id.number, 0, "lease " + text(lease.id.number) + " was released before"};
+    throw BadId{IdFault::kDoubleFree, lease.id.number, 0, "lease " + text(lease.id.number) + " was already released"};
   }
   lease.length = tree.core.length(lease.id);
   tree.core.release(lease.id);
@@ -117,24 +117,25 @@ void release_lease(Tree& tree, HeldLease& lease) {
 
 void bind_tree_values(nb::module_& m) {
   nb::class_<FoundMatch>(m, "Match", nb::type_slots(match_slots),
-                         R"(What was found: a value, which protects nothing and changes nothing.
+                         R"(What `PrefixTree.match` found: a plain value that protects nothing.
 
-Lock it to use its pages. Made by `PrefixTree.match`.)")
-      .def_prop_ro("columns", &columns_of, "The pages of every column, a tuple of arrays like `page_ids`. O(columns).")
+Lock it before using its pages.)")
+      .def_prop_ro("columns", &columns_of, "Page ids of every column: a tuple of arrays like `page_ids`.")
       .def_prop_ro(
           "state_id",
           [](const FoundMatch& self) -> nb::object {
             return self.match.state_id < 0 ? nb::none() : nb::object(nb::int_(self.match.state_id));
           },
-          "The state of the checkpoint at `length`; None without states, and at length 0. O(1).")
+          "State id of the checkpoint at `length`; None without states, and at length 0.")
       .def("__repr__", [](const FoundMatch& self) {
-        return "Match(" + text(self.match.length) + " of " + text(self.match.found) + " tokens found)";
+        return "Match(" + text(self.match.length) + " tokens usable, " + text(self.match.found) + " found)";
       });
 
-  nb::class_<HeldLease>(m, "Lease", nb::type_slots(lease_slots),
-                        R"(One held reference to a matched prefix: its pages stay until it is released.
+  nb::class_<HeldLease>(
+      m, "Lease", nb::type_slots(lease_slots),
+      R"(A reference to a matched prefix, made by `PrefixTree.lock`: its pages stay until it is released.
 
-Made by `PrefixTree.lock`; as a context manager it releases itself at the end, if still held.)")
+As a context manager it releases itself at the end, if it is still held.)")
       .def_prop_ro(
           "state_id",
           [](const HeldLease& self) -> nb::object {
@@ -142,13 +143,13 @@ Made by `PrefixTree.lock`; as a context manager it releases itself at the end, i
             const int32_t state_id = is_held ? self.tree->core.state_id(self.id) : -1;
             return state_id < 0 ? nb::none() : nb::object(nb::int_(state_id));
           },
-          "The state of the checkpoint where it ends; None without states, at length 0, and once released. O(log "
-          "checkpoints).")
+          "State id of the checkpoint where it ends; None without states, at length 0, and once released.")
       .def_prop_ro(
-          "number", [](const HeldLease& self) { return self.id.number; }, "Its own, never used again. O(1).")
+          "number", [](const HeldLease& self) { return self.id.number; },
+          "Number of this lease; numbers are never reused.")
       .def_prop_ro(
           "is_held", [](const HeldLease& self) { return !self.is_released && self.tree->core.is_held(self.id); },
-          "Whether it was neither released nor ended by a reset. O(1).")
+          "Whether it was neither released nor ended by a reset.")
       .def("__enter__", [](nb::object self) { return self; })
       .def("__exit__", &leave)
       .def("__repr__", [](const HeldLease& self) {
@@ -158,32 +159,32 @@ Made by `PrefixTree.lock`; as a context manager it releases itself at the end, i
       });
 
   nb::class_<InsertedPages>(m, "Inserted", nb::type_slots(inserted_slots),
-                            R"(What an insert found and what the tree took.
+                            R"(What an insert found, and which ids the tree took.
 
-The tree now owns the ids of pages from `present` to `stored`, those at `filled`, and `states`; all
-others are still the caller's.)")
+The tree now owns the page ids between `present` and `stored`, those at `filled`, and the state ids in
+`states`; the caller keeps all others.)")
       .def_prop_ro(
           "filled",
           [](const InsertedPages& self) {
             return to_tuple(self.filled.empty() ? std::vector<std::vector<int32_t>>(self.num_columns) : self.filled);
           },
-          "Holes that were filled: a tuple of one int32 array of page numbers a column. Cost: their number.")
+          "Page numbers of the holes that were filled: a tuple of one int32 array per column.")
       .def_prop_ro(
           "states", [](const InsertedPages& self) { return to_array(self.states); },
-          "State ids that the tree took, int32. Cost: their number.")
+          "State ids that the tree took: [n] int32.")
       .def("__repr__", [](const InsertedPages& self) {
         return "Inserted(" + text(self.present) + " tokens present, " + text(self.stored) + " stored, " +
                text(self.length) + " usable)";
       });
 
-  nb::class_<FreedIds>(m, "Freed", nb::type_slots(freed_slots), "Ids that the tree gave back: the caller frees them.")
+  nb::class_<FreedIds>(m, "Freed", nb::type_slots(freed_slots), "Ids that the tree gave up. The caller owns them.")
       .def_prop_ro(
           "columns",
           [](const FreedIds& self) { return self.columns.is_valid() ? self.columns : nb::make_tuple(self.page_ids); },
-          "Those of every column, a tuple of arrays like `page_ids`. O(1).")
+          "Page ids of every column: a tuple of arrays like `page_ids`.")
       .def_prop_ro(
           "state_ids", [](const FreedIds& self) { return self.state_ids.is_valid() ? self.state_ids : to_array({}); },
-          "Those of checkpoints, int32. O(1).")
+          "State ids of checkpoints: [n] int32.")
       .def("__repr__", [](const FreedIds& self) {
         return "Freed(" + text(static_cast<int64_t>(nb::len(self.page_ids))) + " pages)";
       });

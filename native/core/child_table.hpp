@@ -1,7 +1,7 @@
 // (parent, first page) → child, for all nodes of a tree in one flat table.
 //
-// An entry is a hash and a node, eight bytes; who looks compares parent and page. Open addressing,
-// linear probing, and erasing moves later entries up, so that no tombstones gather.
+// An entry is a hash and a node, eight bytes; the caller compares parent and page. Open addressing with linear probing;
+// erasing moves later entries up, so there are no tombstones.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ class ChildTable {
     resize(slots);
   }
 
-  // The node under this hash that is_child says is meant, or -1.
+  // The node with this hash for which is_child(node) is true, or -1.
   template <typename IsChild>
   int32_t find(uint32_t hash, IsChild is_child) const {
     for (size_t i = hash & mask_; entries_[i].node >= 0; i = (i + 1) & mask_) {
@@ -30,7 +30,7 @@ class ChildTable {
     return -1;
   }
 
-  // There is room.
+  // The caller has reserved room.
   void insert(uint32_t hash, int32_t node) {
     size_t i = hash & mask_;
     while (entries_[i].node >= 0) i = (i + 1) & mask_;
@@ -43,7 +43,7 @@ class ChildTable {
   void erase(uint32_t hash, int32_t node) {
     size_t hole = slot_of(hash, node);
     for (size_t i = (hole + 1) & mask_; entries_[i].node >= 0; i = (i + 1) & mask_) {
-      // An entry may move up to the hole unless its home lies behind it.
+      // An entry may move up to the hole unless its home is after the hole.
       if (((i - entries_[i].hash) & mask_) >= ((i - hole) & mask_)) {
         entries_[hole] = entries_[i];
         hole = i;

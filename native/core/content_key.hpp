@@ -1,14 +1,14 @@
-// Keys of contents: 64 bits that name all tokens of a namespace up to a position, with their extra keys. The same
-// contents have the same key in every process, whatever pages hold them. Not cryptographic: whoever chooses tokens can
-// make two contents collide.
+// Content keys: 64 bits that identify a namespace and all tokens up to a position, with their extra keys. Equal
+// contents have equal keys in every process, whichever pages hold them. Not cryptographic: anyone who can choose tokens
+// can make two contents collide.
 //
-// A key is made from words, one after the other:
+// A key absorbs words one after the other:
 //
 //     absorb(key, word) = x ^ (x >> 32), where x = (key ^ word) * 0x9E3779B97F4A7C15 mod 2^64
 //
-// Bytes begin at 0xD1342543DE82EF95 and absorb each byte, then their number. A sequence begins at the key of its
-// namespace's bytes. A token is absorbed as it is; a token under an extra key as 2^32 + token, then the position where
-// the extra key begins, then the key of its bytes.
+// The key of a byte string starts at 0xD1342543DE82EF95 and absorbs each byte, then their number. The key of a sequence
+// starts at the key of its namespace. A plain token is absorbed as it is; for a token under an extra key, 2^32 + token
+// is absorbed, then the position where the extra key begins, then the key of its bytes.
 #pragma once
 
 #include <cstdint>

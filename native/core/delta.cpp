@@ -38,24 +38,24 @@ DeltaView::DeltaView(Ids packed) : packed_(packed), step_(0) {
   const auto refuse = [&](const char* why) {
     throw BadArgument("packed: " + text(packed.size) + " integers are not a delta: " + why);
   };
-  if (packed.size < kFixed || packed[0] != kFormat) refuse("they do not begin with its format");
-  if (packed[1] < 0 || packed[2] < 0 || packed[3] < 0) refuse("the head has a negative number");
+  if (packed.size < kFixed || packed[0] != kFormat) refuse("they do not start with the format word");
+  if (packed[1] < 0 || packed[2] < 0 || packed[3] < 0) refuse("the head contains a negative number");
   const int64_t num_sections = packed[4];
-  if (packed[3] > kMaxGroups) refuse("it has too many groups");
-  if (num_sections < 0 || kFixed + 4 * num_sections > packed.size) refuse("the directory is cut off");
+  if (packed[3] > kMaxGroups) refuse("the head names too many groups");
+  if (num_sections < 0 || kFixed + 4 * num_sections > packed.size) refuse("the directory is truncated");
   step_ = packed[1] | int64_t{packed[2]} << 31;
   const char* const differ = "two sections that belong together differ in size";
-  constexpr int64_t kShared = static_cast<int64_t>(Section::kPageIds);  // kinds up to this one are of all groups
-  int64_t last = 0;     // of a known kind, as a place in the order that they are listed in
-  int64_t sources = 0;  // the size of those whose targets come next
+  constexpr int64_t kShared = static_cast<int64_t>(Section::kPageIds);  // kinds up to this one are common to all groups
+  int64_t last = 0;     // rank of the last known section in the order of the directory
+  int64_t sources = 0;  // size of the sources whose targets come next
   for (int64_t i = 0; i < num_sections; ++i) {
     const int32_t* entry = packed.data + kFixed + 4 * i;
     const int64_t kind = entry[0], group = entry[1], begin = entry[2], size = entry[3];
-    if (group < 0 || group >= std::max<int64_t>(1, num_groups())) refuse("a section is of no group");
-    if (begin < kFixed + 4 * num_sections || size < 0 || begin + size > packed.size) refuse("a section is cut off");
+    if (group < 0 || group >= std::max<int64_t>(1, num_groups())) refuse("a section belongs to no group");
+    if (begin < kFixed + 4 * num_sections || size < 0 || begin + size > packed.size) refuse("a section is truncated");
     if (kind < 1 || kind > static_cast<int64_t>(Section::kTargets)) continue;
     const int64_t at = kind <= kShared ? kind : kind + 2 * group;
-    if (at <= last || (kind <= kShared && group > 0)) refuse("its sections are out of order");
+    if (at <= last || (kind <= kShared && group > 0)) refuse("the sections are out of order");
     const bool is_targets = kind == static_cast<int64_t>(Section::kTargets);
     if (is_targets ? size != (at == last + 1 ? sources : 0) : sources > 0) refuse(differ);
     sources = kind == static_cast<int64_t>(Section::kSources) ? size : 0;

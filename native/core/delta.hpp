@@ -4,9 +4,9 @@
 //     [kind, group, begin, size] of each section: the directory
 //     the sections, each at a multiple of four words, so that it is aligned wherever the array is copied to
 //
-// Sections are found through the directory, by kind and group. Those of known kinds are listed in the order below, each
-// once, sources and targets group by group; one that is empty may be left out, and one of an unknown kind is passed
-// over. Words between sections are 0. This file is the only place that knows the format.
+// Sections are found through the directory, by kind and group. Known kinds are listed in the order below, each once,
+// sources and targets group by group; an empty section may be omitted, and readers skip unknown kinds. Words between
+// sections are 0. Only this file knows the format.
 #pragma once
 
 #include <cstdint>
@@ -21,19 +21,19 @@ enum class Section : int32_t {
   kRows = 1,     // [rows] rows of the step
   kLengths = 2,  // [rows] tokens of each once the step is computed
   kCounts = 3,   // [rows] tokens of each that the step computes
-  kStarts = 4,   // [rows + 1] where the step's tokens of each begin: counts summed up from 0
+  kStarts = 4,   // [rows + 1] where each row's tokens begin among the step's: running sums of counts from 0
   kPlaces = 5,   // [writes] places in the page tables
   kPageIds = 6,  // [writes] what to write there
   kSources = 7,  // [copies] of one group: pages to copy
-  kTargets = 8,  // [copies] of one group: where to
+  kTargets = 8,  // [copies] of one group: pages to write
 };
 
-// Where the sections of a delta lie. In: kinds and sizes; out: an array with a head.
+// Where the sections of a delta begin. In: kinds and sizes; out: an array with a head.
 class DeltaLayout {
  public:
   explicit DeltaLayout(int64_t num_groups) : num_groups_(num_groups) {}
 
-  // An empty section is left out.
+  // Empty sections are omitted.
   void add(Section kind, int64_t group, int64_t size) {
     if (size == 0) return;
     if (num_sections_ < kFew) {
@@ -62,7 +62,7 @@ class DeltaLayout {
     Section kind;
     int64_t group, size;
   };
-  static constexpr int64_t kFew = 8;  // as most steps have: these need no memory of their own
+  static constexpr int64_t kFew = 8;  // enough for most steps: stored inline
   static int64_t aligned(int64_t words) { return (words + 3) / 4 * 4; }
   const Entry& operator[](int64_t i) const { return i < kFew ? few_[i] : many_[static_cast<size_t>(i - kFew)]; }
   int64_t head_size() const;
@@ -74,16 +74,16 @@ class DeltaLayout {
   std::vector<Entry> many_;
 };
 
-// A look into a delta. Throws BadArgument for an array that is none.
+// A view of a delta. Throws BadArgument if the array is not a delta.
 class DeltaView {
  public:
   explicit DeltaView(Ids packed);
 
   int64_t step() const { return step_; }
   int64_t num_groups() const { return packed_[3]; }
-  // A section, empty where there is none.
+  // A section; empty if it was omitted.
   Ids section(Section kind, int64_t group = 0) const;
-  // Calls each(kind, group, begin, size) for every section of a kind that is known.
+  // Calls each(kind, group, begin, size) for every section of a known kind.
   template <typename Each>
   void for_sections(Each each) const {
     for (int64_t i = 0; i < packed_[4]; ++i) {

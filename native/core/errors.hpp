@@ -1,4 +1,4 @@
-// What the core throws. The binding turns each into its Python twin in pagoda/errors.py.
+// What the core throws. The binding turns each into the corresponding class of pagoda/errors.py.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace pagoda {
 
-// Fewer ids are free than were asked for.
+// Fewer ids are free than a call needs.
 struct OutOfIds {
   std::string what;
   int64_t wanted;
@@ -17,7 +17,7 @@ struct OutOfIds {
 
 enum class IdFault { kOutOfRange, kNotHeld, kDoubleFree, kAlreadyHeld };
 
-// One id of a call is wrong; `position` is where it stands in the argument.
+// One id of a call is wrong; `position` is its index in the argument.
 struct BadId {
   IdFault fault;
   int64_t id;
@@ -25,22 +25,22 @@ struct BadId {
   std::string message;
 };
 
-// An argument that is wrong as a whole: lengths that differ, a row that would shrink.
+// An argument is wrong as a whole: sizes that differ, a row that would shrink.
 struct BadArgument : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What an earlier call gave is no longer there.
+// What an earlier call returned no longer exists.
 struct Stale : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Sizes that nothing can be built with.
+// An object cannot be built with these arguments.
 struct BadConfig : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A bug in us. `number` is that of docs/invariants.md.
+// A bug in Pagoda. `number` refers to docs/invariants.md.
 struct BrokenInvariant {
   int number;
   std::string message;

@@ -1,8 +1,7 @@
-// Which unprotected node goes first.
+// Which unprotected node is evicted first.
 //
-// An order lists unprotected nodes, coldest first, every node before its parent: so the first is
-// always a leaf, and who walks the list meets nodes as they become leaves. Another policy is another
-// class with these calls.
+// An order lists unprotected nodes, coldest first, every node before its parent. So the first is always a leaf, and a
+// walk over the list meets each node when it has become a leaf. Another policy is another class with the same calls.
 #pragma once
 
 #include <cstdint>
@@ -24,16 +23,16 @@ class LeastRecentlyUsed {
   void commit(int64_t n) { list_.links().commit(n); }
   void expect(int64_t n) { list_.links().reserve(n); }
 
-  // Used just now: the hottest. The node is not listed.
+  // Adds a node that is not listed as the hottest.
   void add(int32_t node) { list_.add_last(node); }
-  // The coldest. The node is not listed.
+  // Adds a node that is not listed as the coldest.
   void add_coldest(int32_t node) { list_.add_first(node); }
-  // Right behind a listed node that is below it.
+  // Adds a node right after a listed node below it.
   void add_upper(int32_t upper, int32_t lower) { list_.insert_after(upper, lower); }
-  // Protected, or gone.
+  // Removes a node that becomes protected or is freed.
   void remove(int32_t node) { list_.remove(node); }
 
-  // The first, and the one after a node; -1 when there is none.
+  // The first node, and the one after a node; -1 if there is none.
   int32_t coldest() const { return list_.first(); }
   int32_t after(int32_t node) const { return list_.next(node); }
 

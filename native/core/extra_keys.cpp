@@ -6,7 +6,7 @@ namespace pagoda {
 
 namespace {
 
-// Replaces the tokens that a range covers; number(token) is asked once for a token over and over, as an image is.
+// Replaces the tokens that a range covers. number(token) is called once for a repeated token, as images have.
 template <typename Number>
 void cover(std::vector<int32_t>& entries, int64_t base, const KeyRange& range, Number number) {
   const int64_t end = std::min(range.end - base, static_cast<int64_t>(entries.size()));
@@ -64,7 +64,7 @@ int32_t ExtraKeys::make_entry(Ranges::iterator range, int32_t token) {
   make_room(made_);
   if (free_.empty()) {
     make_room(uses_);
-    free_.reserve(uses_.capacity());  // giving a number back cannot fail
+    free_.reserve(uses_.capacity());  // so that freeing a number cannot fail
     uses_.push_back({range, token, 0});
     free_.push_back(-static_cast<int32_t>(uses_.size()));
   }

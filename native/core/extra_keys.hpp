@@ -1,9 +1,9 @@
-// Tokens under an extra key, as numbers of their own.
+// Tokens under an extra key, encoded as negative integers.
 //
-// What tokens do not tell (an image over a range of positions) is part of their identity: each distinct (key,
-// begin of its range, token) that a tree stores gets a negative number, which stands in the run in the
-// token's place. So the tree compares plain integers, and a sequence without extra keys pays nothing. Numbers are
-// counted by the tokens stored under them and go when the last one goes; a key is held once.
+// Content that tokens do not identify (an image over a range of positions) is part of their identity: each distinct
+// (key, begin of its range, token) that a tree stores gets a negative number, which runs store instead of the token. So
+// the tree compares plain integers, and sequences without extra keys cost nothing more. A number counts the tokens
+// stored under it and is freed with the last one; each key is stored once.
 #pragma once
 
 #include <cstdint>
@@ -31,29 +31,29 @@ class ExtraKeys {
 
   bool empty() const { return entries_.empty(); }
 
-  // Tokens of positions base, base + 1, ... with the numbers of those under a key; unknown ones are
-  // kUnknown, or made.
+  // Tokens of positions base, base + 1, ..., with the numbers of those under a key. New combinations become kUnknown
+  // (find), or get a number (make).
   std::vector<int32_t> find(const int32_t* tokens, int64_t n, int64_t base, const std::vector<KeyRange>& ranges) const;
   std::vector<int32_t> make(const int32_t* tokens, int64_t n, int64_t base, const std::vector<KeyRange>& ranges);
-  // Forgets made numbers that no token is stored under.
+  // Frees the numbers made since the last call that no stored token uses.
   void tidy();
 
-  // n tokens were stored, or removed.
+  // Counts n entries that were stored, or removed.
   void add(const int32_t* tokens, int64_t n);
   void remove(const int32_t* tokens, int64_t n);
 
-  // The token behind an entry of a run.
+  // The token of an entry of a run.
   int32_t token(int32_t entry) const { return entry >= 0 ? entry : use_of(entry).token; }
-  // The key of a token's contents, behind those with this key.
+  // The content key after this entry, given the key before it.
   uint64_t absorb_entry(uint64_t key, int32_t entry) const {
     if (entry >= 0) return absorb(key, static_cast<uint64_t>(entry));
     const Use& use = use_of(entry);
     const uint64_t token = (uint64_t{1} << 32) + static_cast<uint64_t>(use.token);
     return absorb(absorb(absorb(key, token), static_cast<uint64_t>(use.range->first.second)), use.range->second.key);
   }
-  // The ranges over n entries, which stand at `position`: each with the begin it was given, and as far as it goes here.
+  // The ranges over n entries from `position` on: each with its original begin, and with its end among these entries.
   std::vector<KeyRange> ranges(const int32_t* entries, int64_t n, int64_t position) const;
-  // Of two entries under keys with the same token: by key, then by where it begins.
+  // Orders two entries with the same token by key, then by the begin of its range.
   bool is_less(int32_t a, int32_t b) const { return use_of(a).range->first < use_of(b).range->first; }
 
   // How many tokens are stored under an entry, for check().
@@ -88,7 +88,7 @@ class ExtraKeys {
   int32_t next_range_ = 0;
   std::unordered_map<uint64_t, int32_t> entries_;  // by identity
   std::vector<Use> uses_;                          // by -1 - entry
-  std::vector<int32_t> free_;                      // entries that can be given again
+  std::vector<int32_t> free_;                      // entries that can be reused
   std::vector<int32_t> made_;                      // since the last tidy
 };
 

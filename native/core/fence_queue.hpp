@@ -1,7 +1,7 @@
-// What waits for fences. In: items, each with the fence it waits for; out: those whose fence has passed, by fence, and
-// those of one fence in the order pushed.
+// Items that wait for fences. In: items, each with its fence; out: the items whose fence has passed, ordered by fence
+// and, within one fence, as they were pushed.
 //
-// A step pushes and passes without asking for memory: what one fence leaves behind is used for a later one.
+// Pushing and passing normally allocate nothing: memory of a passed fence is reused for a later one.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace pagoda {
 template <typename T>
 class FenceQueue {
  public:
-  // Room for n more items of a fence: pushing them does not fail.
+  // Allocates for n more items of a fence, so that pushing them cannot fail.
   void reserve(int64_t n, int64_t fence) {
     if (n == 0) return;
     std::vector<T>& items = items_of(fence);
@@ -34,7 +34,7 @@ class FenceQueue {
     size_ += n;
   }
 
-  // Takes out what waits for this fence or an earlier one, calling each(item), which pushes nothing. → how many.
+  // Removes the items of this fence and earlier ones and calls each(item), which must not push. Returns their number.
   template <typename Each>
   int64_t pass(int64_t fence, Each each) {
     int64_t n = 0;
@@ -42,14 +42,14 @@ class FenceQueue {
     return n;
   }
 
-  // Takes out what waits for exactly this fence. → how many.
+  // Removes the items of exactly this fence and calls each(item). Returns their number.
   template <typename Each>
   int64_t recall(int64_t fence, Each each) {
     const auto at = fences_.find(fence);
     return at == fences_.end() ? 0 : take(at, each);
   }
 
-  // Calls each(fence, item) for all that waits.
+  // Calls each(fence, item) for all items.
   template <typename Each>
   void for_each(Each each) const {
     for (const auto& [fence, items] : fences_) {
@@ -112,7 +112,7 @@ class FenceQueue {
   }
 
   Map fences_;
-  typename Map::iterator last_;  // where something was pushed last
+  typename Map::iterator last_;  // the fence last pushed to
   typename Map::node_type spare_;
   int64_t size_ = 0;
 };

@@ -30,7 +30,7 @@ int64_t FreeList::index(int64_t id, int64_t position) const {
     message += "this list has no " + what_;
   } else {
     message += what_ + " are " + text(first_id_) + " to " + text(first_id_ + num_ids_ - 1);
-    if (id == 0) message += ", and 0 is the padding that nobody holds";
+    if (id == 0) message += ", and 0 is padding";
   }
   throw BadId{IdFault::kOutOfRange, id, position, message};
 }
@@ -48,12 +48,12 @@ void FreeList::throw_not_held(Ids ids, int64_t position) const {
   const int64_t i = index(id, position);
   const std::string at = "ids[" + text(position) + "] = " + text(id);
   if (std::find(ids.data, ids.data + position, id) != ids.data + position) {
-    throw BadId{IdFault::kDoubleFree, id, position, at + " stands twice in one call"};
+    throw BadId{IdFault::kDoubleFree, id, position, at + " is duplicated: give each id once"};
   }
   if (quarantined_.contains(i)) {
-    throw BadId{IdFault::kDoubleFree, id, position, at + " was freed before and waits for its fence"};
+    throw BadId{IdFault::kDoubleFree, id, position, at + " was already freed and waits for its fence"};
   }
-  throw BadId{IdFault::kNotHeld, id, position, at + " is not held: it was freed before, or never allocated"};
+  throw BadId{IdFault::kNotHeld, id, position, at + " is not held: it was already freed, or never allocated"};
 }
 
 void FreeList::throw_slot(Ids slots, int64_t position, const char* name, const PageMath& pages) const {
@@ -66,7 +66,7 @@ void FreeList::throw_slot(Ids slots, int64_t position, const char* name, const P
   }
   throw BadId{
       quarantined_.contains(i) ? IdFault::kDoubleFree : IdFault::kNotHeld, slot, position,
-      at + " lies in page " + text(pages.page(slot)) + ", which is not held: it was freed before, or never allocated"};
+      at + " is in page " + text(pages.page(slot)) + ", which is not held: it was already freed, or never allocated"};
 }
 
 void FreeList::alloc(int64_t n, int32_t* out) {
@@ -82,7 +82,7 @@ void FreeList::take(Ids ids) {
       const int64_t i = index(ids[done], done);
       if (!free_.contains(i)) {
         throw BadId{IdFault::kAlreadyHeld, ids[done], done,
-                    "ids[" + text(done) + "] = " + text(ids[done]) + " is not free"};
+                    "ids[" + text(done) + "] = " + text(ids[done]) + " is not free: give ids that are, each once"};
       }
       free_.erase(i);
     }
@@ -148,7 +148,7 @@ void FreeList::free(Ids ids, Fence fence) {
   const bool at_once = !fence || *fence <= passed_;
   int64_t done = 0;
   try {
-    // Neighbours mostly share a word of the bitmaps: each word is read and written once for them.
+    // Neighbours usually share a word of the bitmaps: read and write each word once for all of them.
     while (done < ids.size) {
       const int64_t w = (ids[done] - first_id_) >> 6;
       uint64_t members = 0;
@@ -182,7 +182,7 @@ void FreeList::free(Ids ids, Fence fence) {
 void FreeList::require_slots_fit(const PageMath& pages) const {
   if (first_id_ + num_ids_ > std::numeric_limits<int32_t>::max() / pages.size()) {
     throw BadArgument("page_tokens = " + text(pages.size()) + " makes the slots of " + text(num_ids_) + " " + what_ +
-                      " pass 2^31: give a smaller page_tokens or fewer ids");
+                      " exceed 2^31: give a smaller page_tokens or fewer ids");
   }
 }
 
@@ -191,7 +191,7 @@ void FreeList::free_slots(Ids slots, const PageMath& pages, Fence fence) {
   if (pages.size() == 1) return free(slots, fence);
   const bool at_once = !fence || *fence <= passed_;
   scratch_.clear();
-  // What a failure and the end both do: the marks of this call go.
+  // Clears the marks of this call, whether it fails or succeeds.
   const auto unmark = [this] {
     for (int32_t page : scratch_) seen_.erase(page - first_id_);
   };
@@ -238,7 +238,7 @@ FreeList::Need FreeList::plan_growth(Ids old_lens, Ids new_lens, Ids last_slots,
   require_slots_fit(pages);
   if (old_lens.size != new_lens.size || old_lens.size != last_slots.size) {
     throw BadArgument("old_lens has " + text(old_lens.size) + " entries, new_lens " + text(new_lens.size) +
-                      " and last_slots " + text(last_slots.size));
+                      " and last_slots " + text(last_slots.size) + ": give one entry per request in each");
   }
   Need need{0, 0};
   int64_t r = 0;
@@ -252,21 +252,21 @@ FreeList::Need FreeList::plan_growth(Ids old_lens, Ids new_lens, Ids last_slots,
     for (; r < old_lens.size; ++r) {
       if (old_lens[r] < 0 || new_lens[r] < old_lens[r]) {
         throw BadArgument("new_lens[" + text(r) + "] = " + text(new_lens[r]) + ", old_lens[" + text(r) +
-                          "] = " + text(old_lens[r]) + " tokens: lengths are not negative and never shrink");
+                          "] = " + text(old_lens[r]) + ": lengths must not be negative or shrink");
       }
       need.tokens += new_lens[r] - old_lens[r];
       need.pages += pages.pages_for(new_lens[r]) - pages.pages_for(old_lens[r]);
       if (!grows_inside(r)) continue;
-      // A half-used page that nobody holds, or that two requests name, would hand a slot out twice.
+      // A partly used page that is not held, or that two requests name, would hand out a slot twice.
       const int64_t i = pages.page(last_slots[r]) - first_id_;
       if (i < 0 || i >= num_ids_ || !holds(i)) throw_slot(last_slots, r, "last_slots", pages);
       if (pages.offset(last_slots[r]) != pages.offset(old_lens[r]) - 1) {
         throw BadArgument("last_slots[" + text(r) + "] = " + text(last_slots[r]) + " is not where token " +
-                          text(old_lens[r] - 1) + " lies in a page of " + text(pages.size()));
+                          text(old_lens[r] - 1) + " would be in a page of " + text(pages.size()) + " tokens");
       }
       if (seen_.contains(i)) {
         throw BadArgument("last_slots[" + text(r) + "] = " + text(last_slots[r]) +
-                          " lies in a half-used page that another request grows too");
+                          " is in a partly used page that another request grows into as well");
       }
       seen_.insert(i);
     }
@@ -313,7 +313,8 @@ void FreeList::reset() {
 void FreeList::check() const {
   if (!free_.is_consistent()) throw BrokenInvariant{3, "a summary bit of the free " + what_ + " is wrong"};
   if (free_.count() != num_free_) {
-    throw BrokenInvariant{1, text(num_free_) + " " + what_ + " are counted free, a walk finds " + text(free_.count())};
+    throw BrokenInvariant{
+        1, text(num_free_) + " " + what_ + " are counted as free, but a walk finds " + text(free_.count())};
   }
   BitSet waits(num_ids_);
   int64_t num_waiting = 0;
@@ -321,16 +322,17 @@ void FreeList::check() const {
     if (fence <= passed_) throw BrokenInvariant{4, "ids wait for fence " + text(fence) + ", which has passed"};
     const int64_t i = id - first_id_;
     if (waits.contains(i) || !quarantined_.contains(i)) {
-      throw BrokenInvariant{2, "id " + text(id) + " waits for a fence twice, or without being quarantined"};
+      throw BrokenInvariant{2, "id " + text(id) + " waits for two fences, or waits without being quarantined"};
     }
-    if (free_.contains(i)) throw BrokenInvariant{2, "id " + text(id) + " is free and quarantined at once"};
-    if (fence_of_[i] != fence) throw BrokenInvariant{2, "id " + text(id) + " waits for another fence than it says"};
+    if (free_.contains(i)) throw BrokenInvariant{2, "id " + text(id) + " is both free and quarantined"};
+    if (fence_of_[i] != fence)
+      throw BrokenInvariant{2, "id " + text(id) + " waits for another fence than the one noted"};
     waits.insert(i);
     ++num_waiting;
   });
   if (num_waiting != num_quarantined_ || quarantined_.count() != num_quarantined_) {
     throw BrokenInvariant{
-        1, text(num_quarantined_) + " " + what_ + " are counted quarantined, a walk finds " + text(num_waiting)};
+        1, text(num_quarantined_) + " " + what_ + " are counted as quarantined, but a walk finds " + text(num_waiting)};
   }
   if (seen_.count() != 0) throw BrokenInvariant{2, "marks of a finished call are still set"};
 }

@@ -1,7 +1,7 @@
-// Who holds which id of one id space. In: how many, out: which.
+// Which ids of one id space are free, held or quarantined. In: how many; out: which.
 //
-// An id is free, held, or quarantined: freed, but steps that may still read it have not passed
-// their fence. Every call either does all it says or throws and changes nothing.
+// A quarantined id was freed, but a step that may still read it has not passed its fence. A call that throws changes
+// nothing.
 #pragma once
 
 #include <cstdint>
@@ -17,14 +17,14 @@
 
 namespace pagoda {
 
-// A borrowed run of integers.
+// A borrowed array of integers.
 struct Ids {
   const int32_t* data;
   int64_t size;
   int32_t operator[](int64_t i) const { return data[i]; }
 };
 
-// A step number; none means: nothing reads the ids any more.
+// A step number; nullopt if no step reads the ids any more.
 using Fence = std::optional<int64_t>;
 
 class FreeList {
@@ -42,7 +42,7 @@ class FreeList {
   bool is_free(int64_t id) const;
   bool is_held(int64_t id) const;
 
-  // Throws OutOfIds when fewer than n are free.
+  // Throws OutOfIds if fewer than n are free.
   void require(int64_t n) const;
 
   // The n lowest free ids, ascending.
@@ -51,57 +51,57 @@ class FreeList {
   // Takes these ids, which must be free.
   void take(Ids ids);
 
-  // Throws as free would, and changes nothing.
+  // Throws what `free` would throw, without freeing.
   void require_held(Ids ids);
 
-  // Gives ids back, at once or when `fence` passes. An id that is not held, or stands twice, throws.
+  // Frees ids, at once or when `fence` passes. Throws for an id that is duplicated or not held.
   void free(Ids ids, Fence fence);
 
-  // Room for n ids that will wait for this fence: freeing them does not fail.
+  // Allocates for n ids that will wait for this fence, so that freeing them cannot fail.
   void expect(int64_t n, int64_t fence);
 
-  // Gives back the pages that slots lie in. A page named again, in this call or before under the
-  // same fence, counts once.
+  // Frees the pages that these slots are in. A page may be named more than once, in this call or in earlier ones under
+  // the same fence.
   void free_slots(Ids slots, const PageMath& pages, Fence fence);
 
-  // Frees what waits for this fence or an earlier one; returns how many ids that were.
+  // Frees the ids that wait for this fence or an earlier one; returns their number.
   int64_t pass_fence(int64_t fence);
 
-  // Makes held again what waits for exactly this fence; returns how many ids that were.
+  // Turns the ids that wait for exactly this fence back into held ones; returns their number.
   int64_t recall(int64_t fence);
 
   struct Need {
     int64_t tokens;
     int64_t pages;
   };
-  // What requests that each grow from old_lens[i] to new_lens[i] tokens take. Throws when they
-  // cannot: too few free pages, a length that shrinks, or a last_slots[i] (read only where
-  // old_lens[i] ends inside a page) that is not where the last token lies in a held page.
+  // What requests need that each grow from old_lens[i] to new_lens[i] tokens. Throws if they cannot: too few free
+  // pages, a length that shrinks, or a last_slots[i] (read only if old_lens[i] ends inside a page) that is not the slot
+  // of the last token in a held page.
   Need plan_growth(Ids old_lens, Ids new_lens, Ids last_slots, const PageMath& pages);
 
-  // The slots of a plan that was just made, request after request: first the rest of the page of
-  // last_slots[i], then whole pages. slots_out takes need.tokens entries.
+  // Writes the slots of a plan made just before, request after request: first the rest of the page of last_slots[i],
+  // then whole pages. slots_out: [need.tokens].
   void fill_growth(const Need& need, Ids old_lens, Ids new_lens, Ids last_slots, const PageMath& pages,
                    int32_t* slots_out);
 
-  // Everything free, no fence waiting, none passed.
+  // Makes all ids free and forgets all fences.
   void reset();
 
-  // Throws BrokenInvariant with the first one broken. O(num_ids / 64 + quarantined).
+  // Throws BrokenInvariant for the first invariant that is broken.
   void check() const;
 
  private:
-  // The number of an id in the space, or BadId.
+  // The index of an id in the id space, or BadId.
   int64_t index(int64_t id, int64_t position) const;
-  // Number i of the space is held.
+  // Whether the id of index i is held.
   bool holds(int64_t i) const { return !free_.contains(i) && !quarantined_.contains(i); }
   [[noreturn]] void throw_not_held(Ids ids, int64_t position) const;
   [[noreturn]] void throw_slot(Ids slots, int64_t position, const char* name, const PageMath& pages) const;
   void require_slots_fit(const PageMath& pages) const;
-  // Moves held id number i to the free ones or into quarantine, and back.
+  // Makes the held id of index i free or quarantined, and held again.
   void put(int64_t i, bool at_once);
   void unput(int64_t i, bool at_once);
-  // Counts ids that were put, and queues them behind their fence.
+  // Counts ids that were put, and queues them for their fence.
   void settle(const int32_t* ids, int64_t n, Fence fence, bool at_once);
 
   int64_t num_ids_;
@@ -113,9 +113,9 @@ class FreeList {
   IdSet free_;
   BitSet quarantined_;
   BitSet seen_;                   // scratch of one call, empty between calls
-  std::vector<int32_t> scratch_;  // likewise
+  std::vector<int32_t> scratch_;  // of one call
   FenceQueue<int32_t> waiting_;
-  LazyArray<int64_t> fence_of_;  // of a quarantined id; made when a fence is used
+  LazyArray<int64_t> fence_of_;  // of each quarantined id; allocated when a fence is first used
 };
 
 }  // namespace pagoda

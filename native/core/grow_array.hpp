@@ -1,5 +1,5 @@
-// An array of plain values that grows by realloc: where the system can remap pages, a large one moves
-// without being copied, and what was never written is not resident.
+// An array of plain values that grows by realloc: if the system can remap pages, a large array moves without being
+// copied, and memory that was never written is not resident.
 #pragma once
 
 #include <algorithm>
@@ -37,18 +37,18 @@ class GrowArray {
     capacity_ = room;
   }
 
-  // Room for n entries, written once, so that no later write waits for the system.
+  // Room for n entries, each written once, so that no later write waits for the system.
   void commit(int64_t n) {
     reserve(n);
     if (n > size_) std::memset(static_cast<void*>(data_ + size_), 0, static_cast<size_t>(n - size_) * sizeof(T));
   }
 
-  // n more entries, not written yet; there is room.
+  // Adds n entries, not written yet. The caller has reserved room.
   void extend(int64_t n) { size_ += n; }
 
   void clear() { size_ = 0; }
 
-  // Gives its memory back.
+  // Returns the memory to the system.
   void free() {
     std::free(data_);
     data_ = nullptr;

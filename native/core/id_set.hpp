@@ -29,7 +29,7 @@ class IdSet {
 
   void insert(int64_t i) { insert_word(i >> 6, uint64_t{1} << (i & 63)); }
 
-  // Members of word w (w * 64 ... w * 64 + 63) as bits; and adds some, at least one.
+  // The members of word w (w * 64 ... w * 64 + 63) as bits; insert_word adds at least one.
   uint64_t word(int64_t w) const { return levels_[0][w]; }
   void insert_word(int64_t w, uint64_t members) {
     uint64_t& word = levels_[0][w];
@@ -56,8 +56,7 @@ class IdSet {
     }
   }
 
-  // Removes the n smallest members and writes each plus `offset` to out. The set holds at least n.
-  // O(n + words touched).
+  // Removes the n smallest members and writes each plus `offset` to out. The set has at least n members.
   template <typename Out>
   void pop_smallest(int64_t n, int64_t offset, Out* out) {
     uint64_t* leaf = levels_[0];
@@ -85,7 +84,7 @@ class IdSet {
     return n;
   }
 
-  // Whether every summary bit says what the level below holds, and no bit stands past the size.
+  // Whether every summary bit agrees with the level below, and no bit beyond the size is set.
   bool is_consistent() const {
     int64_t bits = size_;
     for (int l = 0; l < num_levels_; ++l) {
@@ -132,7 +131,7 @@ class IdSet {
   int64_t size_;
   int num_levels_ = 0;
   std::vector<uint64_t> words_;   // all levels, leaves first
-  uint64_t* levels_[kMaxLevels];  // [0]: one bit a member; [l]: one bit a word of l - 1
+  uint64_t* levels_[kMaxLevels];  // [0]: one bit per member; [l]: one bit per word of l - 1
   int32_t num_words_[kMaxLevels];
 };
 

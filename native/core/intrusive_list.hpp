@@ -1,8 +1,8 @@
-// A doubly linked list of numbers, each of which stands in it at most once. The links lie in an array indexed by
-// number, so adding, removing and moving cost O(1) and ask for no memory.
+// A doubly linked list of numbers, each listed at most once. The links are in an array indexed by number, so adding,
+// removing and moving take O(1) and allocate nothing.
 //
-// `Links` is an array of ListLink with operator[]: GrowArray where the numbers grow, LazyArray where they are known.
-// The links of a number that is not listed mean nothing.
+// `Links` is an array of ListLink with operator[]: GrowArray if the numbers grow, LazyArray if their range is fixed.
+// The links of a number that is not listed are meaningless.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ class IntrusiveList {
   IntrusiveList() = default;
   explicit IntrusiveList(Links links) : links_(std::move(links)) {}
 
-  // The ends, and the neighbours of a listed number; -1 where there is none.
+  // The ends, and the neighbours of a listed number; -1 if there is none.
   int32_t first() const { return first_; }
   int32_t last() const { return last_; }
   int32_t next(int32_t number) const { return links_[number].after; }
@@ -49,10 +49,10 @@ class IntrusiveList {
 
   void prefetch(int32_t number) const { __builtin_prefetch(&links_[number]); }
 
-  // Lists nothing any more.
+  // Empties the list.
   void clear() { first_ = last_ = -1; }
 
-  // To make room for more numbers.
+  // For making room for more numbers.
   Links& links() { return links_; }
 
  private:

@@ -1,5 +1,5 @@
-// An array of zeros whose memory the system commits when it is first written: making one of ten
-// million entries costs microseconds, where filling it would stall a step for tens of milliseconds.
+// An array of zeros whose memory the system commits when it is first written: making one of ten million entries takes
+// microseconds, while filling it would stall a step for tens of milliseconds.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Making a manager, and the arguments of its calls.
+// Construction, and checks of the arguments of calls.
 #include "core/manager.hpp"
 
 #include <limits>
@@ -15,7 +15,8 @@ int64_t common_step(const std::vector<GroupSpec>& groups) {
   for (const GroupSpec& group : groups) {
     step = std::lcm(step, group.page_tokens);
     if (step > std::numeric_limits<int32_t>::max()) {
-      throw BadConfig("page_tokens: the groups have no common multiple below 2^31: give sizes that divide each other");
+      throw BadConfig(
+          "page_tokens: the groups have no common multiple below 2^31; choose sizes that divide each other");
     }
   }
   return step;
@@ -31,7 +32,7 @@ std::vector<int64_t> tree_windows(const std::vector<GroupSpec>& groups, int64_t 
 
 std::vector<PageTable::Group> tables_of(const std::vector<GroupSpec>& groups, int64_t step, int64_t max_tokens) {
   std::vector<PageTable::Group> tables;
-  // Ids of the tree's pages are numbered with all their tokens.
+  // The tree numbers slots by the tokens of its own pages.
   const int64_t most = std::numeric_limits<int32_t>::max() / step - 1;
   for (const GroupSpec& group : groups) {
     if (group.num_pages > most) {
@@ -100,7 +101,7 @@ Manager::Manager(std::vector<GroupSpec> specs, int64_t num_rows, int64_t max_tok
     }
     tree_.follow(std::move(set_of), num_ids);
   }
-  // Without this a step now and then waited milliseconds while arrays moved.
+  // Without this, a step occasionally waits milliseconds while arrays move.
   constexpr int64_t kMost = int64_t{1} << 26;
   int64_t tokens = 0;
   for (const Group& group : groups_) tokens = std::max(tokens, group.math.first_slot(group.spec.num_pages));
@@ -127,7 +128,7 @@ const Manager::Row& Manager::row_at(int64_t number, int64_t position) const {
 void Manager::refuse_row(Ids rows, int64_t i) const {
   row_at(rows[i], i);
   throw BadId{IdFault::kAlreadyHeld, rows[i], i,
-              "rows[" + text(i) + "] = " + text(rows[i]) + " is named twice in one call"};
+              "rows[" + text(i) + "] = " + text(rows[i]) + " is duplicated: name each row once"};
 }
 
 void Manager::require_counts(Ids rows, const PerRow& counts, const char* name) const {
@@ -137,7 +138,7 @@ void Manager::require_counts(Ids rows, const PerRow& counts, const char* name) c
   }
   if (counts.each.size != rows.size) {
     throw BadArgument(std::string(name) + " has " + text(counts.each.size) + " entries for " + text(rows.size) +
-                      " rows: give one for each");
+                      " rows: give one per row");
   }
   for (int64_t i = 0; i < rows.size; ++i) {
     if (counts[i] < 0) {
@@ -146,12 +147,13 @@ void Manager::require_counts(Ids rows, const PerRow& counts, const char* name) c
   }
 }
 
-void Manager::require_tokens(Ids tokens) {
+void Manager::require_tokens(Ids tokens, int64_t from) {
   if (tokens.size == 0) throw BadArgument("tokens: give at least one");
-  const int64_t at = first_outside(tokens.data, tokens.size, 0, std::numeric_limits<int32_t>::max());
+  const int64_t at =
+      from + first_outside(tokens.data + from, tokens.size - from, 0, std::numeric_limits<int32_t>::max());
   if (at == tokens.size) return;
   throw BadId{IdFault::kOutOfRange, tokens[at], at,
-              "tokens[" + text(at) + "] = " + text(tokens[at]) + " is not a token: give 0 or more"};
+              "tokens[" + text(at) + "] = " + text(tokens[at]) + " is out of range: token ids are 0 to 2^31 - 1"};
 }
 
 }  // namespace pagoda

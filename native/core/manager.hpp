@@ -1,21 +1,22 @@
 // From requests to steps. In: tokens of requests; out: rows, and what one step computes and changes. docs/manager.md
-// says what each call does; here is how.
+// says what each call does; this file says how.
 //
-// Each group has a free-list; all share one page table, and one tree, which has a column of page ids for each page of a
-// group that one page of the tree covers. Of a row's pages, `own` says which are the row's: all others, from its first
-// live one on, are leased in the tree.
+// Each group has a free-list; all groups share one page table and one tree. The tree has one column of page ids for
+// each page of a group that one page of the tree covers. `own` says which of a row's pages belong to the row; the
+// others, from its first live page on, are leased in the tree.
 //
-//     [0, stored)            the tree's, leased; except duplicates of what another row stored first, which are the
-//     row's [stored, committed)    the row's: tokens known, not yet a whole page of the tree [committed, computed)  the
-//     row's: planned into steps, tokens not known yet [computed, reserved)   the row's: to be computed
+//     [0, stored)            the tree, leased by the row; except duplicates of what another row stored first
+//     [stored, committed)    the row: tokens known, not yet a whole page of the tree
+//     [committed, computed)  the row: planned into steps, tokens not known yet
+//     [computed, reserved)   the row: still to be computed
 //
-// What a row leaves behind waits for a fence, leases too: so whatever the tree can evict, nobody reads, and room that
-// is counted is there at once. It is the fence of the last step planned, since a row that ends is no part of the next
-// one; unless the next delta already names the row or its pages, because it was admitted, forked, or given pages since:
-// then it is `touched`, and waits for the fence of the step being prepared.
+// What a row leaves behind waits for a fence, its lease included, so no step reads what the tree can evict, and evicted
+// pages can be used at once. It is the fence of the last planned step, since a row that ends takes no part in the next
+// one. But if the next delta already names the row or its pages, because it was admitted, forked or given pages since,
+// the row is `touched` and waits for the fence of the step being prepared.
 //
-// Every call finds out first whether all of it can be done, for all groups and rows, and then does it. What it found
-// out is a value (`Needs`, `Admission`, `DeltaLayout`) that it passes on.
+// Every call first checks whether all of it can be done, for all groups and rows, and then does it. The result of the
+// check is a value (`Needs`, `Admission`, `DeltaLayout`) that it passes on.
 #pragma once
 
 #include <algorithm>
@@ -40,11 +41,11 @@ namespace pagoda {
 struct GroupSpec {
   std::string name;
   int64_t page_tokens;
-  int64_t window;  // 0: every token is kept
+  int64_t window;  // 0 if every token is kept
   int64_t num_pages;
 };
 
-// A number of tokens for each row of a call: one for all, or one each.
+// A number of tokens for each row of a call: one for all rows, or one per row.
 struct PerRow {
   Ids each;     // used if `is_each`
   int64_t all;  // used otherwise
@@ -66,13 +67,13 @@ class Manager {
     int64_t max_pages;       // per row
     int first_column;        // of the tree
     int num_columns;         // pages of this group that a page of the tree covers
-    int32_t* table;          // [num_rows + 1, max_pages]: its part of the page table
-    LazyArray<uint8_t> own;  // [num_rows + 1, max_pages]: 1 if the page is the row's
+    int32_t* table;          // [num_rows + 1, max_pages]: the group's part of the page table
+    LazyArray<uint8_t> own;  // [num_rows + 1, max_pages]: 1 if the row owns the page
     int64_t num_own = 0;
     std::vector<int32_t> sources, targets;  // page copies of the step
-    LazyArray<int32_t> source_of;           // [num_pages + 1]: the source of each target; 0: the page is not a target
-    std::vector<int32_t> given_up[2];       // scratch: ids to free, [1] of rows that were touched
-    WindowPages cached;                     // of a window
+    LazyArray<int32_t> source_of;           // [num_pages + 1]: source of each copy, by target page; 0 if not a target
+    std::vector<int32_t> given_up[2];       // scratch: ids to free; [1] of touched rows
+    WindowPages cached;                     // for a window group
 
     int32_t* ids(int64_t row) { return table + row * max_pages; }
     const int32_t* ids(int64_t row) const { return table + row * max_pages; }
@@ -87,8 +88,8 @@ class Manager {
   // What a request asks for.
   struct Prompt {
     Sequence sequence;
-    int64_t reserve = -1;  // tokens behind the hit that get places; -1: all of the sequence
-    int64_t max_hit = -1;  // the longest hit wanted; -1: any
+    int64_t reserve = -1;  // tokens after the hit that get slots; -1 for all of the sequence
+    int64_t max_hit = -1;  // the longest hit wanted; -1 for any
     bool read = true;      // cached pages are used
     bool store = true;     // what it commits is cached
   };
@@ -96,12 +97,12 @@ class Manager {
     int64_t row, hit, reserved;
   };
   struct Pending {
-    int64_t row, length;  // row 0: none
+    int64_t row, length;  // row 0 if there is none
   };
   struct Lengths {
     int64_t reserved, computed, committed, stored;
   };
-  // Pages of a group: their sum is all there are.
+  // Pages of a group by state; they add up to all its pages.
   struct Pages {
     int64_t free, evictable, leased, running, waiting;
   };
@@ -124,44 +125,44 @@ class Manager {
   int64_t hit(const Sequence& sequence) const;
   Pending pending(const Sequence& sequence) const;
 
-  // How many of the rows, from the first on, `reserve` could serve.
+  // How many of the rows, starting with the first, `reserve` could serve together.
   int64_t num_reservable(Ids rows, const PerRow& counts);
   void reserve(Ids rows, const PerRow& counts);
-  // tokens: row after row.
+  // `tokens` are listed row after row.
   void commit(Ids rows, Ids tokens, const PerRow& counts);
   void rollback(Ids rows, const PerRow& counts);
   void release(Ids rows);
-  // rows_out takes n rows.
+  // rows_out: [n].
   void fork(int64_t row, int64_t n, int32_t* rows_out);
 
-  // Forgets what these pages of a group hold. out: running rows whose contents depend on them, at most num_rows.
+  // Forgets bad pages of a group. out: [num_rows], gets the running rows whose contents may depend on them.
   int64_t invalidate(int64_t g, Ids page_ids, int32_t* rows_out);
   void drop(std::string_view space);
 
-  // Ends the step: it computes the next counts[i] tokens of each row. First the layout of its delta, which changes
-  // nothing; then the delta itself.
+  // Ends the step, which computes the next counts[i] tokens of each row. `lay_out` changes nothing; `plan` writes the
+  // delta.
   DeltaLayout lay_out(Ids rows, const PerRow& counts);
   void plan(Ids rows, const PerRow& counts, const DeltaLayout& layout, int32_t* out);
   void pass_fence(int64_t fence);
 
   Lengths lengths(int64_t row) const;
-  int64_t first_page(int64_t row, int64_t g) const;  // of those that are not given up
+  int64_t first_page(int64_t row, int64_t g) const;  // that is not given up
   int64_t end_page(int64_t row, int64_t g) const;
   Stats stats() const;
   Pages pages(const Group& group) const;
-  // Throws BadArgument while a step that was planned has not passed its fence.
+  // Throws BadArgument while a planned step has not passed its fence.
   void reset();
   void check() const;
 
  private:
-  // Of a row what a decode step touches, apart from the rest: 256 rows of it fit into the nearest cache.
+  // What a decode step touches of a row, separate from the rest: 256 of these fit into the L1 cache.
   struct Row {
     int32_t reserved = 0;
     int32_t computed = 0;
     int32_t committed = 0;
     int32_t stored = 0;  // tokens the tree has, leased
     bool is_running = false;
-    bool is_stored = true;  // what it commits becomes the tree's
+    bool is_stored = true;  // what it commits goes into the tree
     int64_t seen = 0;       // the last call that named it
   };
   struct Copy {
@@ -170,13 +171,13 @@ class Manager {
   };
   struct Request {
     LeaseId lease{};
-    std::vector<int32_t> prompt;  // what it was admitted with, while more of it is to come
+    std::vector<int32_t> prompt;  // the tokens it was admitted with, until they are computed
     std::string space;
     std::vector<KeyRange> ranges;
-    std::vector<Copy> copies;                        // pages of its own that were copied from another row's
-    int64_t first_duplicate = 0, end_duplicate = 0;  // pages of the tree among which it has duplicates
+    std::vector<Copy> copies;                        // pages of its own copied from another row
+    int64_t first_duplicate = 0, end_duplicate = 0;  // tree pages among which it has duplicates
   };
-  // What a call needs of one group: pages to allocate, and pages that it takes out of what can be evicted.
+  // What a call needs of one group: pages to allocate, and evictable pages that it locks.
   struct Need {
     int64_t pages = 0;
     int64_t locked = 0;
@@ -185,7 +186,7 @@ class Manager {
   // What an admission would do.
   struct Admission {
     Match match;
-    int64_t target = 0;  // tokens that get places
+    int64_t target = 0;  // tokens that get slots
     Needs needs;
   };
 
@@ -200,9 +201,9 @@ class Manager {
   int32_t& end(int64_t number, size_t g) { return ends_[static_cast<size_t>(number) * groups_.size() + g]; }
   int32_t first(int64_t number, size_t g) const { return firsts_[static_cast<size_t>(number) * groups_.size() + g]; }
   int32_t end(int64_t number, size_t g) const { return ends_[static_cast<size_t>(number) * groups_.size() + g]; }
-  // Committed tokens behind `stored`: fewer than a page of the tree.
+  // Committed tokens after `stored`: fewer than a page of the tree.
   int32_t* tail(int64_t number) { return tails_.data() + number * math_.size(); }
-  // Row i of a call, which names each once.
+  // Row i of a call, which names each row once.
   Row& require_row(Ids rows, int64_t i) {
     const int64_t number = rows[i];
     if (number < 1 || number > num_rows_ || !row(number).is_running || row(number).seen == call_) refuse_row(rows, i);
@@ -215,55 +216,55 @@ class Manager {
     for (int64_t i = 0; i < rows.size; ++i) require_row(rows, i);
   }
   [[noreturn]] void refuse_row(Ids rows, int64_t i) const;
-  static void require_tokens(Ids tokens);  // at least one, none negative
+  static void require_tokens(Ids tokens, int64_t from = 0);  // at least one, none negative from `from` on
   void require_counts(Ids rows, const PerRow& counts, const char* name) const;
 
-  // ── room (manager_room.cpp)
-  // Pages that a group can have at once: free ones, and those the tree can give, less what a match would lock.
+  // ── capacity (manager_room.cpp)
+  // Pages that a group can provide at once: free and evictable ones, less what a match would lock.
   int64_t available(const Group& group, const Need& need) const {
     return group.pages.num_free() + group.num_evictable(tree_) - need.locked;
   }
-  // Throws OutOfIds for the first group that cannot give what is needed, with so many to spare.
+  // Throws OutOfIds for the first group that cannot provide what is needed and keep `spare` pages.
   void require_room(const Needs& needs, int64_t spare) const;
   bool has_room(const Needs& needs, int64_t spare) const;
   void require_row_ids(int64_t n) const;
-  // The rows that have most pages of a group, in words.
+  // The rows with the most pages of a group, in words.
   std::string holders(const Group& group) const;
-  // Evicts until every free-list has what is needed. Room was required before.
+  // Evicts until every free-list has what is needed. The caller has checked that the tree can provide it.
   void make_room(const Needs& needs);
   void evict(Group& group, int64_t num_pages);
   void evict_window_page(Group& group);
-  // Takes out of the tree what `removal_` plans, and frees it.
+  // Carries out `removal_` and frees the pages.
   void carry_out_removal();
   void free_columns();
-  // Pages of windows that nobody reads or finds go before those that can be found.
+  // Moves unread window pages that cannot be found any more to the front of the eviction order.
   void put_lost_first();
 
   // ── admission (manager_admit.cpp)
   Admission find_hit(const Prompt& prompt);
-  // Pages of a window that a match would read and nobody reads yet.
+  // How many unread window pages a match would read.
   int64_t count_unread(const Group& group, const Match& match);
   void start(int64_t number, LeaseId lease, int64_t length, int64_t reserved);
   void take_hit(Group& group, size_t g, int64_t number);
-  // Undoes an admission that has its hit and no pages of its own.
+  // Undoes an admission that has its hit but no pages of its own.
   void abandon(int32_t number, size_t num_writes);
   void inherit(Group& group, size_t g, int64_t parent, int64_t child);
 
   // ── growth (manager_grow.cpp)
-  // Gives pages [end, to) of a row places in a group's table.
+  // Allocates pages [end, to) of a row and writes them into a group's table.
   void add_pages(Group& group, size_t g, int64_t number, int64_t to);
-  // Forgets a prompt that went another way, or of which no more is to come.
+  // Forgets a prompt that is computed, or that the row has departed from.
   void compare_prompt(int64_t number, const int32_t* tokens, int64_t n);
-  // The first page of a group that is read once `committed` tokens are there.
+  // The first page of a group that is read once `committed` tokens are committed.
   int64_t live_from(const Group& group, int64_t committed) const {
     return group.has_window() ? first_live_page(committed, group.spec.window, math_) * group.num_columns : 0;
   }
-  // What storing pages of a row will touch is on its way; `filling_` are those that will be, the next is number i.
+  // Prefetches what storing pages will touch; `filling_` are the rows to store, of which i is next.
   void prefetch_stores(size_t i) const;
   void store_all(int64_t number, const int32_t* tokens, int64_t waiting, int64_t n);
   void store(int64_t number, const int32_t* tokens, int64_t num_pages);
   void link_duplicates(Group& group, int64_t number, int64_t tree_begin, int64_t tree_end);
-  // Gives the tree a row's duplicates in exchange for its own pages, where nobody else reads these.
+  // Exchanges pages of the tree that no other row reads for the row's duplicates.
   void exchange_duplicates(int64_t number) noexcept;
   void exchange_all_duplicates() noexcept;
   void give_up(int64_t number);
@@ -271,9 +272,9 @@ class Manager {
   // ── ends and steps (manager_step.cpp)
   void clear(int64_t number);
   bool is_touched(int64_t number) const { return touched_[static_cast<size_t>(number)] == step_; }
-  // What a row that was touched since the last step leaves waits for the next fence, else for the one before.
+  // What a touched row leaves behind waits for the fence of the next step, else for that of the last one.
   int64_t fence(bool is_touched) const { return is_touched ? step_ : step_ - 1; }
-  // A reader goes, now or with its fence. There is room among those that wait.
+  // Removes a reader, now or with its fence. Memory has been reserved.
   void leave(Group& group, int32_t page, bool is_touched) {
     if (fence(is_touched) <= passed_) {
       let_go(group, page);
@@ -287,13 +288,13 @@ class Manager {
   void clear_given_up();
   void free_given_up();
   void clear_delta();
-  // Room for so many more writes, for the pages of a lease in columns, and for n ids: what follows does not fail.
+  // Allocates for so many more writes, for the pages of a lease in columns, and for n ids: what follows cannot fail.
   void grow_writes(int64_t n);
   void grow_columns(int64_t tree_pages);
   static void grow(std::vector<int32_t>& ids, size_t n) {
     if (n > ids.capacity()) ids.reserve(std::max(n, 2 * ids.capacity()));
   }
-  // Table writes: n ids from a page of a row on.
+  // Records table writes: n ids from a page of a row on.
   void write(size_t g, int64_t row, int64_t page, const int32_t* ids, int64_t n);
 
   void check_group(size_t g, const std::vector<NodeInfo>& nodes) const;
@@ -302,7 +303,7 @@ class Manager {
 
   int64_t num_rows_, max_tokens_, watermark_;
   PageMath math_;             // of the tree
-  std::deque<Group> groups_;  // a free-list stays where it was made
+  std::deque<Group> groups_;  // free-lists cannot move
   PageTable table_;
   PrefixTree tree_;
   FreeList row_ids_;
@@ -310,7 +311,7 @@ class Manager {
   std::vector<Request> requests_;       // [num_rows + 1]
   std::vector<int32_t> firsts_, ends_;  // [num_rows + 1, groups]
   LazyArray<int32_t> tails_;            // [num_rows + 1, tokens of a page of the tree]
-  std::vector<int64_t> touched_;        // [num_rows + 1]: the last step whose delta names a row, or pages of its own
+  std::vector<int64_t> touched_;        // [num_rows + 1]: last step whose delta names the row or pages of its own
   int64_t call_ = 0;
   FenceQueue<LeaseId> waiting_;
   int64_t step_ = 1;
@@ -321,8 +322,8 @@ class Manager {
   // Scratch of one call, kept for its memory.
   std::vector<int32_t> growing_;               // rows that need pages
   std::vector<int32_t> filling_;               // rows that fill a page of the tree
-  std::vector<int32_t> joined_;                // a tail and what follows it
-  std::vector<int32_t> ended_[2];              // rows that are released, [1] those that were touched
+  std::vector<int32_t> joined_;                // a tail and the tokens after it
+  std::vector<int32_t> ended_[2];              // rows to release; [1] touched ones
   std::vector<std::vector<int32_t>> columns_;  // page ids of an insert or an eviction
   std::vector<Ids> column_ids_;
   PrefixTree::Removal removal_;

@@ -1,4 +1,4 @@
-// How rows begin: admission with the longest prefix that is already computed, and continuations of running rows.
+// How rows begin: admission with the longest cached prefix, and forks of running rows.
 #include <algorithm>
 #include <limits>
 
@@ -8,7 +8,7 @@ namespace pagoda {
 
 namespace {
 
-// Up to where two sequences have the same extra keys.
+// Length of the prefix over which two sequences have the same extra keys.
 int64_t common_keys(const std::vector<KeyRange>& a, const std::vector<KeyRange>& b) {
   constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
   for (size_t i = 0; i < a.size() || i < b.size(); ++i) {
@@ -25,20 +25,20 @@ Manager::Admission Manager::find_hit(const Prompt& prompt) {
   const Ids tokens = prompt.sequence.tokens;
   if (tokens.size == 0) throw BadArgument("tokens: give at least one");
   if (tokens.size > max_tokens_) {
-    throw BadArgument("tokens: " + text(tokens.size) + " are more than the max_tokens = " + text(max_tokens_) +
-                      " of a row");
+    throw BadArgument("tokens: " + text(tokens.size) + " exceed max_tokens = " + text(max_tokens_) +
+                      ": shorten the prompt");
   }
-  // At least one token is computed: the last is not looked for. Those that are looked for are checked on the way.
+  // At least one token is left to compute, so the last one is not matched. The match checks the tokens it covers.
   int64_t most = prompt.read ? tokens.size - 1 : 0;
   if (prompt.max_hit >= 0) most = std::min(most, prompt.max_hit);
-  require_tokens({tokens.data + most, tokens.size - most});
+  require_tokens(tokens, most);
   Admission plan;
   tree_.match({prompt.sequence.space, {tokens.data, most}, prompt.sequence.ranges}, plan.match, nullptr);
   const Match& match = plan.match;
   plan.target = prompt.reserve < 0 ? tokens.size : match.length + prompt.reserve;
   if (plan.target > max_tokens_) {
     throw BadArgument("reserve: a hit of " + text(match.length) + " and " + text(prompt.reserve) +
-                      " tokens are more than the max_tokens = " + text(max_tokens_) + " of a row");
+                      " tokens exceed max_tokens = " + text(max_tokens_));
   }
   const int64_t unlocked = tree_.count_unlocked(match);
   plan.needs.resize(groups_.size());
@@ -51,7 +51,7 @@ Manager::Admission Manager::find_hit(const Prompt& prompt) {
       need.locked = group.math.page(unlocked);
       continue;
     }
-    // Whether somebody reads them is asked page by page only where it matters.
+    // Readers are checked page by page only if it matters.
     const int64_t read = hit - live_from(group, match.length);
     need.locked = need.pages + watermark_ + read <= available(group, need) ? read : count_unread(group, match);
   }
@@ -80,7 +80,7 @@ Manager::Admitted Manager::admit(const Prompt& prompt) {
   require_row_ids(1);
   require_room(plan.needs, watermark_);
 
-  // From here on only memory can run out, and that is asked for first.
+  // From here on only allocations can fail, and they come first.
   const Sequence& sequence = prompt.sequence;
   std::vector<int32_t> tokens;
   if (prompt.store) tokens.assign(sequence.tokens.data, sequence.tokens.data + sequence.tokens.size);
@@ -103,7 +103,7 @@ Manager::Admitted Manager::admit(const Prompt& prompt) {
   start(number, lease, hit, plan.target);
   row(number).is_stored = prompt.store;
   const size_t num_writes = places_.size();
-  for (size_t g = 0; g < groups_.size(); ++g) take_hit(groups_[g], g, number);  // which nobody evicts now
+  for (size_t g = 0; g < groups_.size(); ++g) take_hit(groups_[g], g, number);  // leased: it is not evicted below
   try {
     make_room(plan.needs);
   } catch (...) {
@@ -141,7 +141,7 @@ void Manager::abandon(int32_t number, size_t num_writes) {
   row_ids_.free({&number, 1}, std::nullopt);
 }
 
-// Writes the leased pages of a row into a table. Those of a window begin where the next query looks.
+// Writes the leased pages of a row into a table. Window groups start at the first page that the next query reads.
 void Manager::take_hit(Group& group, size_t g, int64_t number) {
   const Row& row = this->row(number);
   const LeaseId lease = request(number).lease;
@@ -185,7 +185,7 @@ Manager::Pending Manager::pending(const Sequence& sequence) const {
     if (most <= best.length || most <= row.committed) continue;
     const auto end = std::mismatch(prompt.begin(), prompt.begin() + most, sequence.tokens.data).first;
     const int64_t same = math_.first_slot(math_.page(end - prompt.begin()));
-    // What it has committed is found already, or can no longer be resumed from.
+    // Its committed tokens can be found already, or cannot be resumed from any more.
     if (same > best.length && same > row.committed) best = {number, same};
   }
   return best;
@@ -195,8 +195,8 @@ void Manager::fork(int64_t number, int64_t n, int32_t* rows_out) {
   const Row& parent = row_at(number, 0);
   if (!parent.is_stored) {
     throw BadArgument("row " + text(number) +
-                      " is not stored, so it cannot be forked: it was admitted with store=False, its namespace was "
-                      "dropped, or it reads invalid pages");
+                      " cannot be forked, because its tokens are not cached: it was admitted with store=False, its "
+                      "namespace was dropped, or it reads invalidated pages");
   }
   require_row_ids(n);
   Needs needs(groups_.size());
@@ -212,7 +212,7 @@ void Manager::fork(int64_t number, int64_t n, int32_t* rows_out) {
     writes += n * group.math.pages_for(parent.committed);
   }
   require_room(needs, 0);
-  // Memory is asked for: what follows does not fail, but for evictions, which come first.
+  // Allocates first: after that only evictions can fail, and they come next.
   const Request& origin = request(number);
   std::vector<Request> requests(static_cast<size_t>(n));
   int64_t copies = 0;
@@ -244,9 +244,9 @@ void Manager::fork(int64_t number, int64_t n, int32_t* rows_out) {
   }
 }
 
-// Gives a continuation the pages of its parent: those of the tree are shared. Of a page that the tree had from somebody
-// else first, the tree's own is taken; windows may have lost it there, and what is not in the tree yet is the parent's
-// alone: these are copied.
+// Gives a fork the pages of its parent. Pages of the tree are shared; if the parent has a duplicate, the fork takes the
+// tree's page. Pages that only the parent has are copied: those not in the tree yet, and duplicates whose original has
+// left the tree.
 void Manager::inherit(Group& group, size_t g, int64_t parent, int64_t child) {
   const int64_t shared = math_.page(row(parent).stored) * group.num_columns, from = first(parent, g);
   const int64_t to = group.math.pages_for(row(parent).committed);
@@ -264,7 +264,7 @@ void Manager::inherit(Group& group, size_t g, int64_t parent, int64_t child) {
     group.pages.alloc(1, ids + p);
     group.owned(child)[p] = 1;
     ++group.num_own;
-    // Where the contents are when the step's copies begin: all sources are read before a target is written.
+    // The page that has the contents when the step's copies begin: all sources are read before a target is written.
     const int32_t copied = group.source_of[theirs[p]], source = copied != 0 ? copied : theirs[p];
     group.sources.push_back(source);
     group.targets.push_back(ids[p]);

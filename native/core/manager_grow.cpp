@@ -1,4 +1,4 @@
-// How rows grow: places for tokens, tokens that become known, pages that leave a window.
+// How rows grow: slots for tokens, tokens that become known, pages that leave a window.
 #include <algorithm>
 #include <cstring>
 #include <new>
@@ -31,7 +31,7 @@ void Manager::reserve(Ids rows, const PerRow& counts) {
     const int64_t to = require_row(rows, i).reserved + counts[i];
     if (to > max_tokens_) {
       throw BadArgument("row " + text(rows[i]) + " would have " + text(to) +
-                        " tokens, more than the max_tokens = " + text(max_tokens_) + " of a row");
+                        " tokens, more than max_tokens = " + text(max_tokens_));
     }
     bool is_growing = false;
     const int32_t* ends = &end(rows[i], 0);
@@ -51,9 +51,9 @@ void Manager::reserve(Ids rows, const PerRow& counts) {
     make_room(needs);
   }
   for (int64_t i = 0; i < rows.size; ++i) row(rows[i]).reserved += static_cast<int32_t>(counts[i]);
-  // Only rows that get pages are named in the delta. A row that gets places in pages it has already, and is released
-  // before the step is planned, is no part of it: nobody computes those places.
-  constexpr size_t kAhead = 8;  // rows whose ends are on their way: they lie all over the tables
+  // The delta names only rows that get pages. A row that gets slots in pages it already has, and is released before the
+  // step is planned, takes no part in it: no step computes those slots.
+  constexpr size_t kAhead = 8;  // rows to prefetch: their ends are scattered over the tables
   for (size_t i = 0; i < growing_.size(); ++i) {
     for (size_t g = 0; g < groups_.size() && i + kAhead < growing_.size(); ++g) {
       const int64_t later = growing_[i + kAhead], at = end(later, g);
@@ -131,17 +131,17 @@ void Manager::commit(Ids rows, Ids tokens, const PerRow& counts) {
       if (has_windows_ && all >= math_.size()) give_up(rows[i]);
       next += n;
     }
-  } catch (...) {  // no memory for this row: those before are done
+  } catch (...) {  // no memory for this row: the rows before it are done
     free_given_up();
     throw;
   }
   if (has_windows_) free_given_up();
 }
 
-// Many rows that fill a page in one step lie all over memory: waiting for one line after the other took most of the
-// time.
+// Rows that fill a page in one step are scattered over memory: without prefetching, waiting for one cache line after
+// the other takes most of the time.
 void Manager::prefetch_stores(size_t i) const {
-  constexpr size_t kRequest = 12, kNode = 8, kAll = 4;  // rows ahead: each needs what the one before has fetched
+  constexpr size_t kRequest = 12, kNode = 8, kAll = 4;  // rows ahead: each stage needs what the one before has fetched
   if (i + kRequest < filling_.size()) __builtin_prefetch(&requests_[static_cast<size_t>(filling_[i + kRequest])]);
   if (i + kNode < filling_.size()) {
     tree_.prefetch_node(requests_[static_cast<size_t>(filling_[i + kNode])].lease);
@@ -162,7 +162,7 @@ void Manager::prefetch_stores(size_t i) const {
   }
 }
 
-// Stores whole pages of a row's tail and of n tokens behind it, and keeps the rest as its tail.
+// Stores the whole pages of a row's tail and the n tokens after it, and keeps the rest as the new tail.
 void Manager::store_all(int64_t number, const int32_t* tokens, int64_t waiting, int64_t n) {
   const int64_t num_pages = math_.page(waiting + n), whole = math_.first_slot(num_pages);
   const int32_t* all = tokens;
@@ -175,7 +175,7 @@ void Manager::store_all(int64_t number, const int32_t* tokens, int64_t waiting, 
   std::copy(tokens + (whole - waiting), tokens + n, tail(number));
 }
 
-// Makes pages of the tree out of what is committed behind it.
+// Moves whole pages of committed tokens into the tree.
 void Manager::store(int64_t number, const int32_t* tokens, int64_t n) {
   Row& row = this->row(number);
   Request& request = this->request(number);
@@ -199,7 +199,7 @@ void Manager::store(int64_t number, const int32_t* tokens, int64_t n) {
   const Sequence sequence{
       request.space, {tokens, math_.first_slot(n)}, request.ranges.empty() ? nullptr : &request.ranges};
   const Inserted done = tree_.insert(sequence, column_ids_, &request.lease, {});
-  // What the tree took is no longer the row's.
+  // The row no longer owns what the tree took.
   const auto hand_over = [&](size_t g, int64_t begin, int64_t to) {
     Group& group = groups_[g];
     uint8_t* own = group.owned(number);
@@ -265,17 +265,17 @@ void Manager::exchange_duplicates(int64_t number) noexcept {
   try {
     request.end_duplicate = std::min(request.end_duplicate, tree_.exchange(request.lease, request.first_duplicate,
                                                                            request.end_duplicate, offer, took));
-  } catch (const std::bad_alloc&) {  // no memory to tell listeners: what is left stays a duplicate
+  } catch (const std::bad_alloc&) {  // no memory for events: the rest stay duplicates
   }
   num_duplicating_ -= request.end_duplicate <= request.first_duplicate;
 }
 
-// Of pages [tree_begin, tree_end) of the tree, which another row stored first, this row keeps its own.
+// Links the row's own pages to pages [tree_begin, tree_end) of the tree, which another row stored first.
 void Manager::link_duplicates(Group& group, int64_t number, int64_t tree_begin, int64_t tree_end) {
   const uint8_t* own = group.owned(number);
   for (int c = 0; c < group.num_columns; ++c) {
     auto& column = columns_[static_cast<size_t>(group.first_column + c)];
-    column.resize(static_cast<size_t>(tree_.length(request(number).lease) / math_.size()));  // there is room
+    column.resize(static_cast<size_t>(tree_.length(request(number).lease) / math_.size()));  // memory has been reserved
     tree_.copy_pages(request(number).lease, group.first_column + c, tree_begin, column.data());
     for (int64_t p = tree_begin; p < tree_end; ++p) {
       const int64_t at = p * group.num_columns + c;
@@ -284,8 +284,8 @@ void Manager::link_duplicates(Group& group, int64_t number, int64_t tree_begin, 
   }
 }
 
-// Pages that no query from `committed` on reads, so also none of the next step. The row's own go; the tree keeps its
-// own until memory is needed.
+// Gives up pages that no query from `committed` on reads, and so none of the next step. The row frees its own; the tree
+// keeps its pages until memory is needed.
 void Manager::give_up(int64_t number) {
   const bool is_touched = this->is_touched(number);
   const int64_t fence = this->fence(is_touched), committed = row(number).committed;
@@ -296,7 +296,7 @@ void Manager::give_up(int64_t number) {
     if (live <= from) continue;
     const int32_t* ids = groups_[g].ids(number);
     uint8_t* own = group.owned(number);
-    // Memory is asked for: what follows, and freeing them, does not fail.
+    // Allocates first: what follows, freeing included, cannot fail.
     auto& given_up = group.given_up[is_touched];
     int64_t num_own = 0;
     for (int64_t p = from; p < live; ++p) num_own += own[p];

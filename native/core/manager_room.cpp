@@ -1,4 +1,4 @@
-// Room: what each group can give, and what leaves the tree so that it can.
+// Capacity: how many pages each group can provide, and evictions from the tree.
 #include <algorithm>
 #include <functional>
 
@@ -32,7 +32,7 @@ void Manager::require_room(const Needs& needs, int64_t spare) const {
 
 std::string Manager::holders(const Group& group) const {
   const size_t g = static_cast<size_t>(group.number);
-  std::vector<std::pair<int64_t, int64_t>> rows;  // pages, less the row's number: of as many the lowest row is first
+  std::vector<std::pair<int64_t, int64_t>> rows;  // (pages, -row): of equal counts the lowest row is first
   for (int64_t number = 1; number <= num_rows_; ++number) {
     const int64_t n = end(number, g) - first(number, g);
     if (row(number).is_running && n > 0) rows.emplace_back(n, -number);
@@ -58,7 +58,7 @@ void Manager::require_row_ids(int64_t n) const {
 }
 
 void Manager::make_room(const Needs& needs) {
-  // What leaves the tree for a group that keeps every token takes pages of windows with it.
+  // Evictions for a group that keeps every token also free window pages.
   for (const bool has_window : {false, true}) {
     for (size_t g = 0; g < groups_.size(); ++g) {
       const int64_t missing = needs[g].pages - groups_[g].pages.num_free();
@@ -67,7 +67,7 @@ void Manager::make_room(const Needs& needs) {
   }
 }
 
-// Frees so many pages of a group: of a window the pages whose last reader went first, else tails of the coldest leaves.
+// Frees pages of a group: the window pages whose last readers left first, or the tails of the coldest leaves.
 void Manager::evict(Group& group, int64_t num_pages) {
   if (group.has_window()) {
     for (; num_pages > 0; --num_pages) evict_window_page(group);
@@ -78,7 +78,7 @@ void Manager::evict(Group& group, int64_t num_pages) {
   carry_out_removal();
 }
 
-// The page leaves a hole in the tree, unless a running row has a duplicate, which then takes its place.
+// The page leaves a hole in the tree, unless a running row has a duplicate, which then replaces it.
 void Manager::evict_window_page(Group& group) {
   const int32_t page = group.cached.first_unread(), place = group.cached.duplicate_of(page);
   if (place == 0 || (tree_.has_lost() && tree_.is_lost(group.number, page))) {
@@ -108,7 +108,7 @@ void Manager::carry_out_removal() {
   free_columns();
 }
 
-// Frees what the tree gave back: nobody reads it.
+// Frees pages that the tree gave up. They have no readers.
 void Manager::free_columns() {
   for (Group& group : groups_) {
     for (int c = group.first_column; c < group.first_column + group.num_columns; ++c) {
@@ -133,7 +133,7 @@ int64_t Manager::invalidate(int64_t g, Ids page_ids, int32_t* rows_out) {
     }
     bad.insert(page_ids[i]);
   }
-  // Copies of bad pages are as bad, and copies of these.
+  // Copies of bad pages are bad as well, and copies of copies.
   for (bool is_done = false; !is_done;) {
     is_done = true;
     for (int64_t number = 1; number <= num_rows_; ++number) {
@@ -164,12 +164,12 @@ int64_t Manager::invalidate(int64_t g, Ids page_ids, int32_t* rows_out) {
     const bool has_copied = std::any_of(copies.begin(), copies.end(), [&](const Copy& copy) {
       return copy.group == group.number && bad.contains(copy.target);
     });
-    // A row that has read a bad page and moved on computed all that followed from it.
+    // A row that read a bad page and moved on has computed everything after it from bad contents.
     const bool follows = !was_discarded[static_cast<size_t>(number)] && tree_.is_discarded(request(number).lease);
     if (!reads && !has_copied && !follows) continue;
     rows_out[n++] = static_cast<int32_t>(number);
     row.is_stored = false;
-    for (size_t each = 0; each < groups_.size(); ++each) {  // its pages stand in for nothing any more
+    for (size_t each = 0; each < groups_.size(); ++each) {  // its duplicates no longer replace evicted pages
       for (int64_t p = first(number, each); groups_[each].has_window() && p < end(number, each); ++p) {
         groups_[each].cached.unlink_duplicate(groups_[each].place(number, p));
       }

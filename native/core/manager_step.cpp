@@ -1,4 +1,4 @@
-// Steps and ends: the delta of a step, fences, rows that are released.
+// Steps and releases: the delta of a step, fences, rows that end.
 #include <algorithm>
 #include <numeric>
 
@@ -86,7 +86,7 @@ void Manager::clear_delta() {
 
 void Manager::pass_fence(int64_t fence) {
   if (fence >= step_) {
-    throw BadArgument("step " + text(fence) + " has not been planned yet: the next one is " + text(step_));
+    throw BadArgument("step: " + text(fence) + " has not been planned yet; the next one is " + text(step_));
   }
   passed_ = std::max(passed_, fence);
   const int64_t num_released = waiting_.pass(fence, [&](const LeaseId& lease) { tree_.release(lease); });
@@ -113,7 +113,7 @@ void Manager::grow_columns(int64_t tree_pages) {
 
 void Manager::write(size_t g, int64_t row, int64_t page, const int32_t* ids, int64_t n) {
   const int32_t place = static_cast<int32_t>(table_.place(g, row) + page);
-  if (n == 1) {  // as in most decode steps
+  if (n == 1) {  // the usual case of a decode step
     places_.push_back(place);
     page_ids_.push_back(*ids);
     return;
@@ -141,7 +141,7 @@ void Manager::release(Ids rows) {
       }
     }
   }
-  // Memory is asked for: what follows does not fail.
+  // Allocates first: what follows cannot fail.
   for (const bool is_touched : {false, true}) {
     const int64_t num_rows = static_cast<int64_t>(ended_[is_touched].size());
     waiting_.reserve(num_rows, fence(is_touched));
@@ -189,7 +189,7 @@ void Manager::exchange_all_duplicates() noexcept {
   for (int64_t number = 1; num_duplicating_ > 0 && number <= num_rows_; ++number) exchange_duplicates(number);
 }
 
-// Makes a row one that does not run. Ids before its first live one are never looked at.
+// Marks a row as not running. Ids before its first live page are never read.
 void Manager::clear(int64_t number) {
   for (size_t g = 0; g < groups_.size(); ++g) {
     const int64_t from = first(number, g), n = end(number, g) - from;

@@ -1,4 +1,4 @@
-// Looking at a manager, and whether all of it fits together.
+// Views of a manager, and the check of its invariants.
 #include <algorithm>
 #include <limits>
 
@@ -25,7 +25,7 @@ Manager::Stats Manager::stats() const {
   return {row_ids_.num_held(), row_ids_.num_quarantined(), admitted_, tokens_, hits_, evicted_};
 }
 
-// What only waiting leases and readers hold counts as waiting.
+// Pages held only by leases and readers that wait for a fence count as waiting.
 Manager::Pages Manager::pages(const Group& group) const {
   int64_t waiting = 0;
   if (group.has_window()) {
@@ -71,8 +71,8 @@ void Manager::reset() {
 
 void Manager::broken(const std::string& what) const { throw BrokenInvariant{17, what}; }
 
-// Pages of a window that are in the tree have as many readers as there are rows and steps that read them, and
-// duplicates lead to pages that the tree holds.
+// Checks that cached window pages count the rows and steps that read them, and that duplicates are linked to cached
+// pages.
 void Manager::check_window(const Group& group, size_t g) const {
   const WindowPages& cached = group.cached;
   const std::string name = "group " + group.spec.name + ": ";
@@ -95,7 +95,7 @@ void Manager::check_window(const Group& group, size_t g) const {
       if (group.owned(number)[p] == 0) ++expected[static_cast<size_t>(groups_[g].ids(number)[p])];
     }
   }
-  if (num_duplicates != cached.num_duplicates()) broken(name + "duplicates are counted wrong");
+  if (num_duplicates != cached.num_duplicates()) broken(name + "duplicates are miscounted");
   cached.leaving.for_each([&](int64_t fence, int32_t page) {
     if (fence <= passed_ || fence > step_) broken(name + "a reader waits for fence " + text(fence));
     ++expected[static_cast<size_t>(page)];
@@ -110,18 +110,19 @@ void Manager::check_window(const Group& group, size_t g) const {
     num_unread += cached.is_cached(page) && cached.readers(page) == 0;
   }
   for (int32_t page = cached.first_unread(); page != 0 && listed <= num_unread; page = cached.after(page), ++listed) {
-    if (!cached.is_cached(page) || cached.readers(page) > 0) broken(name + "a page is listed that is read");
+    if (!cached.is_cached(page) || cached.readers(page) > 0)
+      broken(name + "a listed page is not cached, or has readers");
   }
   int64_t in_tree = 0;
   for (int c = 0; c < group.num_columns; ++c) in_tree += tree_.pages(group.first_column + c).total;
   if (num_cached != cached.num_cached() || num_cached != in_tree || num_unread != cached.num_unread() ||
       listed != num_unread) {
-    broken(name + text(in_tree) + " pages are in the tree, " + text(num_cached) + " are known to be, " +
-           text(num_unread) + " are read by nobody, " + text(listed) + " are listed");
+    broken(name + text(in_tree) + " pages are in the tree, " + text(num_cached) + " are marked as cached, " +
+           text(num_unread) + " have no reader, " + text(listed) + " are listed");
   }
 }
 
-// Every page has one owner: the free-list, the tree, or one row.
+// Checks that every page has one owner: the free-list, the tree, or one row.
 void Manager::check_group(size_t g, const std::vector<NodeInfo>& nodes) const {
   const Group& group = groups_[g];
   const std::string name = "group " + group.spec.name + ": ";
@@ -150,10 +151,11 @@ void Manager::check_group(size_t g, const std::vector<NodeInfo>& nodes) const {
     const int32_t* ids = groups_[g].ids(number);
     const uint8_t* own = group.owned(number);
     const int64_t first = this->first(number, g), end = row.is_running ? this->end(number, g) : 0;
-    if (row.is_running && end < group.math.pages_for(row.reserved)) throw BrokenInvariant{5, name + who + " has too few pages"};
+    if (row.is_running && end < group.math.pages_for(row.reserved))
+      throw BrokenInvariant{5, name + who + " has too few pages"};
     for (int64_t p = 0; p < group.max_pages; ++p) {
       const bool is_live = p >= first && p < end;
-      if (own[p] != 0 && !is_live) broken(name + who + " owns page " + text(p) + " that it gave up");
+      if (own[p] != 0 && !is_live) broken(name + who + " owns page " + text(p) + ", which it gave up");
       if (!is_live) continue;
       if (ids[p] < 1) throw BrokenInvariant{5, name + who + " has no page at " + text(p)};
       if (own[p] == 0 && p >= math_.page(row.stored) * group.num_columns) {
@@ -184,25 +186,26 @@ void Manager::check() const {
     if (!row.is_running) continue;
     ++running;
     const std::string who = "row " + text(number);
-    if (number == 0 || !row_ids_.is_held(number)) broken(who + " runs, but is not held");
+    if (number == 0 || !row_ids_.is_held(number)) broken(who + " is running, but its id is not held");
     if (row.stored > row.committed || row.committed > row.computed || row.computed > row.reserved ||
         row.reserved > max_tokens_) {
       broken(who + ": " + text(row.stored) + " stored, " + text(row.committed) + " committed, " + text(row.computed) +
              " computed, " + text(row.reserved) + " reserved");
     }
-    if (tree_.length(request(number).lease) != row.stored) broken(who + " has a lease of another length");
-    if (row.is_stored && row.committed - row.stored >= math_.size()) broken(who + " keeps a whole page to itself");
+    if (tree_.length(request(number).lease) != row.stored) broken(who + " has a lease of the wrong length");
+    if (row.is_stored && row.committed - row.stored >= math_.size())
+      broken(who + " has a whole page that is not stored");
     const auto& prompt = request(number).prompt;
     if (!prompt.empty() && row.committed >= static_cast<int64_t>(prompt.size())) {
-      broken(who + " keeps a prompt that is computed");
+      broken(who + " keeps a prompt that is already computed");
     }
-    if (touched_[static_cast<size_t>(number)] > step_) broken(who + " was touched in a step to come");
+    if (touched_[static_cast<size_t>(number)] > step_) broken(who + " was touched in a future step");
   }
   waiting_.for_each([&](int64_t fence, const LeaseId&) {
     if (fence <= passed_ || fence > step_) broken("a lease waits for fence " + text(fence));
   });
-  if (running != row_ids_.num_held()) broken("rows are held that do not run");
-  if (tree_.num_leases() != running + waiting_.size()) broken("a lease is lost");
+  if (running != row_ids_.num_held()) broken("row ids are held by rows that are not running");
+  if (tree_.num_leases() != running + waiting_.size()) broken("there are leases of no row");
 }
 
 }  // namespace pagoda

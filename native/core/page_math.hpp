@@ -1,5 +1,5 @@
-// Slots, pages and offsets of one page size. A power of two shifts: a 64-bit division costs ten
-// times as much, and a step makes thousands.
+// Slots, pages and offsets of one page size. Powers of two are shifted: a 64-bit division costs ten times as much, and
+// a step makes thousands.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ class PageMath {
       : size_(page_tokens), shift_((page_tokens & (page_tokens - 1)) == 0 ? __builtin_ctzll(page_tokens) : -1) {}
 
   int64_t size() const { return size_; }
-  // The page of a slot, or the page number of a position. A negative slot is in no page: -1.
+  // The page of a slot, or the page number of a position; -1 for a negative slot.
   int64_t page(int64_t slot) const { return shift_ >= 0 ? slot >> shift_ : slot >= 0 ? slot / size_ : -1; }
   int64_t first_slot(int64_t page) const { return page * size_; }
   int64_t offset(int64_t slot) const { return slot - page(slot) * size_; }

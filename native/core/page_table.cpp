@@ -37,11 +37,11 @@ PageTable::Interval PageTable::interval_of(int64_t place) const {
 }
 
 void PageTable::require_writes(Ids places, Ids page_ids) const {
-  Interval interval{0, 0, -1, nullptr};  // of the write before: those of a group are neighbours
+  Interval interval{0, 0, -1, nullptr};  // of the previous write: the writes of a group are adjacent
   for (int64_t i = 0; i < places.size; ++i) {
     const int64_t place = places[i];
     if (place < interval.begin || place >= interval.end) interval = interval_of(place);
-    const int64_t id = static_cast<uint32_t>(page_ids[i]);  // a negative one is above every limit
+    const int64_t id = static_cast<uint32_t>(page_ids[i]);  // a negative id exceeds every limit
     if (id > interval.limit) refuse(interval, place, page_ids[i], i);
   }
 }
@@ -55,7 +55,7 @@ void PageTable::refuse(const Interval& interval, int64_t place, int64_t id, int6
     throw BadId{IdFault::kOutOfRange, place, position,
                 "places[" + text(position) + "] = " + text(place) + " is out of range: the tables of " +
                     text(num_rows_) + " rows have " + text(num_places()) +
-                    " places, and those of row 0 are padding: build the pools with the manager's num_rows and "
+                    " places, and row 0 is padding: build the pools with the manager's num_rows and "
                     "max_tokens"};
   }
   throw BadId{IdFault::kOutOfRange, id, position,

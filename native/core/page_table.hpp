@@ -1,9 +1,9 @@
-// Which pages the tokens of each row lie in. In: group, row, page of the row; out: page id.
+// Which pages the tokens of each row are in. In: group, row, page of the row; out: page id.
 //
-// The tables of all groups lie one after the other in one array, [num_rows + 1, max_pages] int32 each, so that a write
-// is one place and one id wherever it goes. Row 0 of each table is padding, id 0 is no page. The manager's table is the
-// truth; every rank follows it, on the host and on its device, by the writes of deltas. A running row only ever grows
-// at its end: a step that is running on a device never sees a place change under it.
+// The tables of all groups follow one another in one array, [num_rows + 1, max_pages] int32 each, so that a write is
+// one place and one id for any group. Row 0 of each table is padding; id 0 means no page. The manager's table is
+// authoritative; every rank keeps copies on the host and on its device, updated by the writes of deltas. A running row
+// only grows at its end, so a step running on a device never sees a place change.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ class PageTable {
     int64_t num_pages;  // ids are 1 ... num_pages
   };
 
-  // Rows 1 ... num_rows. Throws BadConfig where places pass 2^31.
+  // Rows 1 ... num_rows. Throws BadConfig if places exceed 2^31.
   PageTable(std::vector<Group> groups, int64_t num_rows);
 
   int64_t num_rows() const { return num_rows_; }
@@ -43,8 +43,8 @@ class PageTable {
   void write(Ids places, Ids page_ids);
 
  private:
-  // Places [begin, end) of one table, and the largest id that may be written there; -1 where none may: before the
-  // tables, in row 0, behind them.
+  // Places [begin, end) of one table, and the largest id that may be written there; -1 if none may: in row 0, and
+  // before and after the tables.
   struct Interval {
     int64_t begin, end, limit;
     const Group* group;

@@ -15,11 +15,12 @@ PrefixTree::PrefixTree(int64_t page_tokens, std::vector<int64_t> windows, bool h
       windows_(std::move(windows)),
       has_states_(has_states),
       hash_mask_(hash_mask),
-      runs_(page_tokens, num_columns(), capacity + capacity / 4),  // half-used chunks of runs that end inside one
+      runs_(page_tokens, num_columns(),
+            capacity + capacity / 4),  // a quarter more for chunks that are only partly used
       held_(windows_.size()),
       window_pages_(windows_.size()) {
   for (int64_t window : windows_) (window > 0 ? has_windows_ : has_full_) = true;
-  std::random_device random;  // nobody can choose tokens whose hashes collide
+  std::random_device random;  // so that no caller can choose tokens whose hashes collide
   seed_ = (uint64_t{random()} << 32) | random();
   const int64_t nodes = capacity / 128;
   if (nodes == 0) return;
@@ -35,7 +36,7 @@ void PrefixTree::expect(int64_t tokens) {
   nodes_.reserve(nodes);
   order_.expect(nodes);
   for (auto& held : held_) held.reserve(nodes);
-  children_.reserve(nodes / 8);  // which is written: at an eighth it grows three times
+  children_.reserve(nodes / 8);  // reserving writes the table; from an eighth it grows three times
   runs_.expect(tokens);
   if (!set_of_.empty()) owners_.reserve(tokens / (runs_.pages_per_chunk() * math_.size()));
 }
@@ -73,32 +74,31 @@ void PrefixTree::require_columns(Ids tokens, const std::vector<Ids>& columns) co
     const auto name = [&] { return num_columns() == 1 ? "page_ids" : "page_ids[" + text(c) + "]"; };
     if (ids.size != whole && ids.size != all) {
       throw BadArgument(name() + " has " + text(ids.size) + " ids, but " + text(tokens.size) + " tokens fill " +
-                        text(whole) + " pages of " + text(math_.size()));
+                        text(whole) + " pages of " + text(math_.size()) + ": give one id per page");
     }
     const bool has_holes = is_window(c);
     for (int64_t p = 0; (p += first_outside(ids.data + p, ids.size - p, 1, last)) < ids.size; ++p) {
       if (has_holes && ids[p] == -1) continue;
       throw BadId{IdFault::kOutOfRange, ids[p], p,
-                  name() + "[" + text(p) + "] = " + text(ids[p]) +
-                      " is not a page: ids begin at 1, slots stay below 2^31" +
-                      (has_holes ? ", and -1 is a hole" : ", and this column has no holes")};
+                  name() + "[" + text(p) + "] = " + text(ids[p]) + " is out of range: page ids are 1 to " + text(last) +
+                      (has_holes ? ", or -1 for a hole" : ", and this column has no holes")};
     }
   }
 }
 
 void PrefixTree::require_checkpoints(const std::vector<Checkpoint>& checkpoints, int64_t base, int64_t end) const {
-  if (!checkpoints.empty() && !has_states_) throw BadArgument("checkpoints: this tree was made without states");
+  if (!checkpoints.empty() && !has_states_) throw BadArgument("checkpoints: this tree was built without states");
   int64_t before = base;
   for (size_t i = 0; i < checkpoints.size(); ++i) {
     const auto [length, state_id] = checkpoints[i];
     const std::string name = "checkpoints[" + text(static_cast<int64_t>(i)) + "]";
     if (length <= before || length > end || math_.offset(length) != 0) {
-      throw BadArgument(name + " is at " + text(length) + ": give ascending lengths at whole pages, over " +
-                        text(base) + " and up to " + text(end));
+      throw BadArgument(name + " is at " + text(length) + ": give ascending lengths at whole pages, greater than " +
+                        text(base) + " and at most " + text(end));
     }
     if (state_id < 0) {
       throw BadId{IdFault::kOutOfRange, state_id, static_cast<int64_t>(i),
-                  name + " has state id " + text(state_id) + ": ids are not negative"};
+                  name + " has state id " + text(state_id) + ": state ids must not be negative"};
     }
     before = length;
   }
@@ -214,7 +214,7 @@ void PrefixTree::remove(int32_t node) {
 }
 
 int32_t PrefixTree::split(int32_t node, int64_t depth) {
-  std::vector<Checkpoint> above;  // the one thing that may fail comes first
+  std::vector<Checkpoint> above;  // allocated first: nothing else can fail
   size_t num_above = 0;
   if (has_states_) {
     const auto& all = checkpoints_[static_cast<size_t>(node)];
@@ -233,7 +233,7 @@ int32_t PrefixTree::split(int32_t node, int64_t depth) {
   for (int c = 0; c < num_columns(); ++c) {
     if (!is_window(c)) continue;
     auto& held = held_[static_cast<size_t>(c)];
-    // The shorter half is counted, and neither where there are no holes.
+    // Only the shorter half is counted, and neither if there are no holes.
     const int64_t above = math_.page(at), all = math_.page(low.run.length);
     held[upper] = static_cast<int32_t>(held[node] == all  ? above
                                        : 2 * above <= all ? count_held(low.run, c, 0, above)
@@ -246,7 +246,7 @@ int32_t PrefixTree::split(int32_t node, int64_t depth) {
   low.begin = static_cast<int32_t>(depth);
   if (!set_of_.empty()) {
     note_owner(upper);
-    note_places(node, 0, std::min(runs_.pages_per_chunk(), math_.page(rest.length)));  // they may have moved
+    note_places(node, 0, std::min(runs_.pages_per_chunk(), math_.page(rest.length)));  // the split may have moved them
   }
   up.family = low.family;
   up.used = low.used;
@@ -317,7 +317,7 @@ void PrefixTree::join(int32_t upper, int32_t lower) {
   free_node(upper);
 }
 
-// ── where pages lie ─────────────────────────────────────────────────────────────────────────────────
+// ── where pages are ─────────────────────────────────────────────────────────────────────────────────
 
 void PrefixTree::follow(std::vector<int> set_of, const std::vector<int64_t>& num_ids) {
   for (int64_t n : num_ids) places_.emplace_back(n + 1);
@@ -356,7 +356,7 @@ PrefixTree::Hole PrefixTree::find_page(int set, int32_t id) const {
   const int64_t place = places_[static_cast<size_t>(set)][id];
   const auto [node, first_page] = owners_[runs_.chunk_of(place)];
   const auto& columns = columns_of_[static_cast<size_t>(set)];
-  int column = columns[0];  // nearly always the only one
+  int column = columns[0];  // almost always the only one
   for (size_t i = 1; runs_.id_at(column, place) != id; ++i) column = columns[i];
   return {node, column, first_page + place % runs_.pages_per_chunk(), place};
 }
@@ -391,12 +391,12 @@ void PrefixTree::prune(int32_t node) {
       if (held(c, node) > 0) return;
     }
     const int32_t parent = nodes_[node].parent;
-    const bool is_last = nodes_[parent].is_root();  // which may go with it
+    const bool is_last = nodes_[parent].is_root();  // an empty root is removed as well
     if (is_listened_ && !is_lost(node)) {
       try {
         events_.push_back(event(EventKind::kRemoved, node, nodes_[node].begin, nodes_[node].end()));
       } catch (const std::bad_alloc&) {
-        return;  // what cannot be told stays: it holds no page
+        return;  // no memory for the event: the node stays, and holds no page
       }
     }
     apply({node, nodes_[node].run.length, 0});

@@ -1,14 +1,14 @@
-// What is already computed. In: tokens, out: the ids of the pages that hold them. docs/tree.md says what
-// each call does; here is how.
+// Finds prefixes that are already computed. In: tokens; out: the ids of the pages that hold them. docs/tree.md says
+// what each call does; this file says how.
 //
-// Nodes are entries of one array, addressed by index; a freed entry is used again, a node's number
-// never. The root of a namespace is a node without tokens. `locks` of a node counts the leases that end there and the
-// children that are locked, so locking stops at the first ancestor that is locked already, and a node is protected
-// exactly while it is not zero. A lease always ends where its node ends.
+// Nodes are entries of one array, addressed by index; a freed entry is reused, a node's number never is. The root of a
+// namespace is a node without tokens. `locks` of a node counts the leases that end there and the children that are
+// locked, so locking stops at the first ancestor that is already locked, and a node is protected exactly while `locks`
+// is not zero. A lease always ends where its node ends.
 //
-// A match is a value that may be locked much later. What makes that safe: tokens before a node's
-// end never change while the node lives (a trimmed node does not grow again), a split leaves the
-// lower half its number, and both halves have the family of the run they came from.
+// A match is a value that may be locked much later. This is safe because the tokens before a node's end never change
+// while the node exists (a trimmed node does not grow again), the lower half of a split keeps its number, and both
+// halves have the family of the run they came from.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@
 
 namespace pagoda {
 
-// A node of a match's path, and how far the match goes by its end.
+// A node on the path of a match, and the length of the match at its end.
 struct Step {
   int64_t number;
   int64_t family;
@@ -42,7 +42,7 @@ struct Step {
   uint32_t hash;
 };
 
-// Most paths are short: the first steps need no memory of their own.
+// Most paths are short: the first steps are stored inline.
 class Path {
  public:
   int64_t size() const { return size_; }
@@ -72,8 +72,8 @@ struct Match {
   int64_t length = 0;
   int64_t found = 0;
   int32_t state_id = -1;
-  int64_t made = 0;   // the next family when it was made
-  int32_t root = -1;  // -1: the namespace was not there
+  int64_t made = 0;   // the next free family at the time of the match
+  int32_t root = -1;  // -1 if the namespace did not exist
   int64_t root_number = 0;
   Path path;  // down to `length`
 };
@@ -99,18 +99,18 @@ struct Inserted {
   int64_t present = 0;
   int64_t stored = 0;
   int64_t length = 0;
-  std::vector<std::vector<int32_t>> filled;  // page numbers, a column; empty: there were none
+  std::vector<std::vector<int32_t>> filled;  // page numbers per column; empty if there were none
   std::vector<int32_t> states;
 };
 
-// What listeners are told. A reset has no pages.
+// An event for listeners. A reset has no pages.
 enum class EventKind { kStored, kRemoved, kReset };
 struct TreeEvent {
   EventKind kind;
-  bool ids_only = false;  // the pages themselves were there before, or stay: only ids or states came or went
+  bool ids_only = false;  // only ids or states changed; the pages were cached before, or stay cached
   std::string space{};
   int64_t position = 0;
-  uint64_t parent = 0;           // content key of the page before; at position 0 of the namespace
+  uint64_t parent = 0;           // content key of the page before; that of the namespace at position 0
   std::vector<uint64_t> keys{};  // of the pages
   std::vector<int32_t> tokens{};
   std::vector<KeyRange> ranges{};  // over the tokens
@@ -119,7 +119,7 @@ struct TreeEvent {
 };
 
 struct NodeInfo {
-  int64_t number, parent;  // parent 0: a root
+  int64_t number, parent;  // parent 0 for a root
   const std::string* space;
   bool is_dropped;
   int64_t level, begin, end;
@@ -139,18 +139,18 @@ class PrefixTree {
  public:
   static constexpr int32_t kMaxLength = std::numeric_limits<int32_t>::max();
 
-  // windows: one entry a column, 0 for a column without holes. hash_mask makes keys collide, for tests.
+  // windows: one entry per column, 0 for full attention. hash_mask makes hashes collide, for tests.
   PrefixTree(int64_t page_tokens, std::vector<int64_t> windows, bool has_states, int64_t capacity,
              uint32_t hash_mask = ~uint32_t{0});
 
-  // Addresses for so many tokens, which cost nothing until they are written: what is there need not move as it grows.
+  // Reserves address space for so many tokens, which costs nothing until it is written, so that growing moves nothing.
   void expect(int64_t tokens);
 
   int64_t page_tokens() const { return math_.size(); }
   const std::vector<int64_t>& windows() const { return windows_; }
   int num_columns() const { return static_cast<int>(windows_.size()); }
   bool has_states() const { return has_states_; }
-  // Whatever is there is usable.
+  // Whether everything that is cached is usable.
   bool is_plain() const { return !has_states_ && !has_windows_; }
   Tally tokens() const { return tokens_; }
   Tally pages(int column) const;
@@ -160,44 +160,44 @@ class PrefixTree {
   int64_t num_leases() const { return num_leases_; }
   std::vector<std::string> namespaces() const;
 
-  // In a plain tree, ids takes the pages of column 0 too: room for all of the sequence's.
+  // In a plain tree, `ids` also gets the pages of column 0; it has room for all pages of the sequence.
   void match(const Sequence& sequence, Match& match, int32_t* ids) const;
   int64_t match_length(const Sequence& sequence) const;
-  // The page ids of a match that was made just now: [length / page_tokens].
+  // The page ids of a match made just before: [length / page_tokens].
   void copy_pages(const Match& match, int column, int32_t* out) const { copy_pages(match, column, 0, out); }
-  // Those from page `first` on; out takes all of them.
+  // Page ids from page `first` on.
   void copy_pages(const Match& match, int column, int64_t first, int32_t* out) const;
 
   LeaseId lock(const Match& match);
-  // The same for a match that was made just now: no call has changed the tree since.
+  // The same for a match made just before: no call has changed the tree since.
   LeaseId lock_fresh(const Match& match);
-  // Another lease that ends where this one does.
+  // A second lease that ends where this one does.
   LeaseId lease_again(LeaseId lease);
-  // Room for n leases: giving them does not fail.
+  // Allocates for n leases, so that taking them cannot fail.
   void reserve_leases(int64_t n);
-  // How many pages a column without a window would be protected no longer if all of these were released.
+  // How many pages of a column without a window would become unprotected if all of these were released.
   int64_t count_released(const std::vector<LeaseId>& leases) const;
-  // How many tokens a lock of this match, made just now, would protect that nobody protects yet.
+  // How many unprotected tokens a lock of this match, made just before, would protect.
   int64_t count_unlocked(const Match& match) const;
   void release(LeaseId lease);
   void demote(LeaseId lease);
   bool is_held(LeaseId lease) const;
   int64_t length(LeaseId lease) const;
-  int32_t state_id(LeaseId lease) const;  // of the checkpoint where it ends; -1: none
+  int32_t state_id(LeaseId lease) const;  // of the checkpoint where it ends; -1 if there is none
   void copy_pages(LeaseId lease, int column, int32_t* out) const { copy_pages(lease, column, 0, out); }
   void copy_pages(LeaseId lease, int column, int64_t first, int32_t* out) const;
 
-  // lease: null for none. columns: one entry a column.
+  // lease: null if there is none. columns: one entry per column.
   Inserted insert(const Sequence& sequence, const std::vector<Ids>& columns, const LeaseId* lease,
                   const std::vector<Checkpoint>& checkpoints);
 
-  // What an insert behind a lease will touch is on its way: first its node, and when that is there, the end of its run.
+  // Prefetches what an insert after a lease will touch: first its node, and once that has arrived, the end of its run.
   void prefetch_node(LeaseId lease) const;
   void prefetch_tail(LeaseId lease) const;
 
-  // What takes pages out is planned first, which changes nothing and says how much room the ids need, and then carried
-  // out, which cannot fail. A plan is good for one carry_out, before anything else changes the tree; whoever keeps it
-  // for the next plan saves asking for memory.
+  // Removals are planned first, which changes nothing and tells how many ids they free, and then carried out, which
+  // cannot fail. A plan is good for one carry_out, before anything else changes the tree. Reusing a plan object saves
+  // allocations.
   class Removal;
   class Punch;
   class Replacement;
@@ -206,37 +206,37 @@ class PrefixTree {
   void plan_drop(std::string_view space, Removal& plan) const;
   void carry_out(Removal& plan, const std::vector<int32_t*>& columns, int32_t* states);
 
-  // From now on knows where the pages of window columns lie: set_of[c] is the id space of column c, -1 for one that is
-  // not followed; num_ids[s] its ids. The tree has to be empty.
+  // From now on the tree knows where each page of the window columns is. set_of[c] is the id space of column c, -1 if
+  // it is not followed; num_ids[s] is the number of ids of space s. The tree must be empty.
   void follow(std::vector<int> set_of, const std::vector<int64_t>& num_ids);
-  // Makes a hole of a page that is followed, whoever protects it. O(1).
+  // Turns a followed page into a hole, even if it is protected. O(1).
   void punch_page(int set, int32_t id);
-  // Gives a page that is followed another id, which is in no tree, whoever protects it. O(1).
+  // Gives a followed page another id, which is not in the tree, even if it is protected. O(1).
   void replace_page(int set, int32_t old_id, int32_t new_id);
 
-  // Exchanges ids of pages [first, end) of a lease's path that no other lease protects. offer(page, column, id) is the
-  // id to have there, or the same one; a hole is -1, and may be filled. took(page, column, id, new_id) is called once
-  // it is there. From the first page on that is returned, no other lease protects anything. May throw bad_alloc between
-  // two exchanges, if listened to.
+  // Exchanges ids of pages [first, end) of a lease's path that no other lease protects. offer(page, column, id) returns
+  // the new id, or the same one; holes have id -1 and may be filled. took(page, column, id, new_id) is called after
+  // each exchange. Returns the first page from which on no other lease protects anything. May throw bad_alloc between
+  // two exchanges if there are listeners.
   template <typename Offer, typename Took>
   int64_t exchange(LeaseId lease, int64_t first, int64_t end, Offer offer, Took took);
 
-  // Forgets pages whose contents are bad, in columns [first, first + count), and all that continues them. What nobody
-  // protects comes free, by column; the rest cannot be found any more, and is the coldest once released.
+  // Forgets pages whose contents are bad, in columns [first, first + count), and everything that continues them.
+  // Unprotected pages are freed, by column; the others cannot be found any more and are the coldest once released.
   void discard(int first, int count, const BitSet& bad, std::vector<std::vector<int32_t>>& freed);
-  // Whether something is there that nobody can find any more: lost, or of a dropped namespace.
+  // Whether the tree has nodes that cannot be found any more: lost, or of a dropped namespace.
   bool has_lost() const { return num_lost_ > 0 || names_.size() > roots_.size(); }
   bool is_lost(LeaseId lease) const;
-  // Whether a lease lies below what was discarded.
+  // Whether the path of a lease was discarded.
   bool is_discarded(LeaseId lease) const;
-  // Whether a page that is followed lies there.
+  // Whether a followed page is in a node that cannot be found any more.
   bool is_lost(int set, int32_t id) const;
 
   void plan_punch(LeaseId lease, int column, int64_t end, Punch& plan) const;
   void carry_out(Punch& plan, int32_t* out);
 
   void plan_replace(const Sequence& sequence, const std::vector<Ids>& columns, Replacement& plan) const;
-  // The same columns as in the plan; out takes the old ids of each.
+  // `columns` as given to the plan; `out` gets the old ids of each.
   void carry_out(Replacement& plan, const std::vector<Ids>& columns, const std::vector<int32_t*>& out);
 
   void reset();
@@ -244,38 +244,38 @@ class PrefixTree {
 
   std::vector<NodeInfo> nodes(int64_t max_nodes, int64_t max_tokens, const std::string_view* space) const;
 
-  // Whether events are collected, and keys of contents kept: the first call to begin walks over all there is.
+  // Starts or stops collecting events and keeping content keys. Starting walks over the whole tree.
   void listen(bool on);
   bool has_events() const { return !events_.empty(); }
   std::vector<TreeEvent> take_events() { return std::exchange(events_, {}); }
-  // All that can be found, as events that store it, parents before children.
+  // Everything that can be found, as Stored events, parents before children.
   std::vector<TreeEvent> retell() const;
 
  private:
   struct Node {
-    int32_t parent;  // of a freed entry: the next freed one
+    int32_t parent;  // of a freed entry, the next freed one
     int32_t first_child, next_sibling, prev_sibling;
     int32_t num_children;
     int32_t locks;
     Run run;
     int32_t begin;
     uint32_t hash;   // of (parent, first page)
-    int64_t number;  // 0: freed
+    int64_t number;  // 0 if freed
     int64_t family;
     int64_t used;
     int32_t root;
-    bool is_trimmed;  // lost its tail: never grows in place again
-    bool is_dropped;  // a root whose namespace was dropped
-    bool is_lost;     // what it holds is bad: neither it nor what continues it is found
+    bool is_trimmed;  // it lost its tail and never grows in place again
+    bool is_dropped;  // it is a root whose namespace was dropped
+    bool is_lost;     // its contents are bad: neither it nor what continues it can be found
     int32_t end() const { return begin + run.length; }
     bool is_root() const { return parent < 0; }
   };
   struct Lease {
-    int64_t number;  // 0: free
+    int64_t number;  // 0 if free
     int32_t node;
     bool is_demoted;
   };
-  // Tokens [to, from) of a node go; to 0: the node goes.
+  // Tokens [to, from) of a node are removed; with to == 0, the node is.
   struct Cut {
     int32_t node;
     int32_t from;
@@ -292,7 +292,7 @@ class PrefixTree {
     int64_t page;   // of the sequence
     int64_t place;  // in the column
   };
-  struct Insertion;  // an insert under way
+  struct Insertion;  // an insert in progress
 
   bool is_window(int column) const { return windows_[static_cast<size_t>(column)] > 0; }
   const Lease& require(LeaseId lease) const;
@@ -304,20 +304,20 @@ class PrefixTree {
   uint32_t hash(int32_t parent, const int32_t* page) const;
   int32_t find_root(std::string_view space) const;
   int32_t child_of(int32_t parent, const int32_t* page, uint32_t key) const;
-  // Follows entries [depth - base, ...) down from a place at the end of a node; each(node, depth) for every node
-  // entered.
+  // Follows entries [depth - base, ...) down from a place at the end of a node and calls each(node, depth) for every
+  // node it enters.
   template <bool with_ids, typename Each>
   Place walk(Place from, const int32_t* entries, int64_t base, int64_t end, int32_t* ids, Each each) const;
-  // The deepest usable place at or above one.
+  // The deepest usable place at or above a place.
   Place usable(Place place) const;
   // The same for one window column.
   Place seen_through(Place place, int column) const;
   Place climb(Place place) const;
-  // What is left of a match.
+  // What is still cached of a match.
   Place survivor(const Match& match) const;
 
   LeaseId new_lease(int32_t node);
-  // Room for nodes and chunks: what follows does not fail.
+  // Allocates for nodes and chunks, so that what follows cannot fail.
   void reserve(int64_t nodes, int64_t chunks);
   int32_t new_node(int32_t parent, int64_t begin);
   int32_t find_or_make_root(std::string_view space);
@@ -325,10 +325,10 @@ class PrefixTree {
   void link(int32_t node);    // into its parent's children and the table
   void remove(int32_t node);  // an unprotected leaf
   void free_root_if_empty(int32_t root);
-  // Cuts a node in two; the upper half is returned.
+  // Splits a node and returns the upper half.
   int32_t split(int32_t node, int64_t at);
-  // Joins halves of a run again, from a node upwards, where nothing tells them apart any more: so prefixes
-  // of many lengths do not leave a node each.
+  // Joins halves of a run again, from a node upwards, if nothing distinguishes them any more. Otherwise a prompt that
+  // was found at many lengths would stay in many pieces.
   void rejoin(int32_t node);
   void join(int32_t upper, int32_t lower);
   int32_t end_at(Place place) {
@@ -340,16 +340,16 @@ class PrefixTree {
   void let_go_dropped(int32_t node);
   bool is_below_lost(int32_t node) const;
   bool is_lost(int32_t node) const { return nodes_[nodes_[node].root].is_dropped || is_below_lost(node); }
-  // Calls each(node) for a node and all below it, a run before its children, the newest child first.
+  // Calls each(node) for a node and all below it, parents before children, the newest child first.
   template <typename Each>
   void for_subtree(int32_t top, Each each) const;
   void touch(int32_t node);
-  // Where pages [begin, end) of a node's run lie, and whose they are.
+  // Notes where pages [begin, end) of a node's run are, and that they belong to this node.
   void note_places(int32_t node, int64_t begin, int64_t end);
   void note_owner(int32_t node);
-  // Removes leaves that hold no page and that nobody protects, from this one upwards.
+  // Removes unprotected leaves without pages, from this one upwards.
   void prune(int32_t node);
-  // Counts what a node holds in or out of the locked.
+  // Adds the contents of a node to the locked counts, or subtracts them.
   void count_locked(int32_t node, int64_t sign);
   int64_t held(int column, int32_t node) const {
     return is_window(column) ? held_[static_cast<size_t>(column)][node] : math_.page(nodes_[node].run.length);
@@ -366,32 +366,32 @@ class PrefixTree {
   void store(Insertion& job, bool grows);
   void store_keys(const Insertion& job, const Run& run);
   void add_checkpoints(const Insertion& job);
-  // Moves the lease, renews what was used; how far the sequence is usable now.
+  // Moves the lease and renews what was used; returns how far the sequence is usable now.
   int64_t settle(const Insertion& job);
 
   template <typename Counted, typename Keep>
   void plan(int64_t target, Removal& plan, Counted counted, Keep keep) const;
   void begin(Removal& plan) const;
-  // Calls each(checkpoint) for those that go with a cut, in order.
+  // Calls each(checkpoint) for the checkpoints that a cut removes, in order.
   template <typename Each>
   void for_checkpoints(const Cut& cut, Each each) const;
   void cut(int32_t node, int64_t from, int64_t to, Removal& plan) const;
   void apply(const Cut& cut);
-  // Notes what a call that is done tells. There is room.
+  // Records an event of a finished call. Memory has been reserved.
   void tell(std::vector<TreeEvent>& news);
-  int32_t last_checkpoint(int32_t node, int64_t length) const;  // relative to its begin; 0: none
-  // Of all columns of tokens [begin, end) of a node, and of the checkpoints among them.
+  int32_t last_checkpoint(int32_t node, int64_t length) const;  // relative to the node's begin; 0 if none
+  // The event for all columns of tokens [begin, end) of a node and the checkpoints among them.
   TreeEvent event(EventKind kind, int32_t node, int64_t begin, int64_t end) const;
-  // Of one page of a column, which lies at a place of a node's run. O(1), however long the run.
+  // The event for one page of a column at a place of a node's run. O(1), however long the run.
   TreeEvent page_event(EventKind kind, const Hole& at, int32_t id) const;
-  // Where a page that is followed lies.
+  // Where a followed page is.
   Hole find_page(int set, int32_t id) const;
-  // The key of the page that ends at a position, in a node or above it; at 0 of the namespace.
+  // The content key of the page that ends at a position, in a node or above it; at 0, that of the namespace.
   uint64_t key_at(int32_t node, int64_t position) const;
-  // The keys of pages with these entries, behind one with this key.
+  // The content keys of pages with these entries that follow a page with this key.
   void make_keys(uint64_t before, const int32_t* entries, int64_t num_pages, uint64_t* out) const;
   void describe(TreeEvent& event, const int32_t* entries, int64_t n) const;
-  // Tells that a page gets another id, if somebody listens and can find it. old_id -1: it was a hole.
+  // Reports that a page gets another id, if there are listeners and it can be found. old_id is -1 for a hole.
   void tell_exchange(const Hole& at, int32_t old_id, int32_t new_id);
   std::vector<int32_t> decode(const int32_t* entries, int64_t n) const;
   const std::string& space_of(int32_t node) const;
@@ -412,20 +412,20 @@ class PrefixTree {
   ChildTable children_;
   LeastRecentlyUsed order_;
   ExtraKeys extra_keys_;
-  std::vector<GrowArray<int32_t>> held_;      // a window column: pages that are not holes, by node
-  std::vector<int> set_of_;                   // empty: nothing is followed
-  std::vector<LazyArray<uint32_t>> places_;   // a set: by page id
-  std::vector<std::vector<int>> columns_of_;  // a set
-  // By chunk: its node, and which page of the sequence stands in its first place.
+  std::vector<GrowArray<int32_t>> held_;      // per window column: pages that are not holes, by node
+  std::vector<int> set_of_;                   // empty if nothing is followed
+  std::vector<LazyArray<uint32_t>> places_;   // per set: by page id
+  std::vector<std::vector<int>> columns_of_;  // per set
+  // By chunk: its node, and which page of the sequence is in its first place.
   struct Owner {
     int32_t node;
     int32_t first_page;
   };
   GrowArray<Owner> owners_;
-  bool has_full_ = false;                             // a column without a window
+  bool has_full_ = false;                             // whether some column has no window
   std::vector<std::vector<Checkpoint>> checkpoints_;  // with states: by node, ascending
   std::map<std::string, int32_t, std::less<>> roots_;
-  std::unordered_map<int32_t, std::string> names_;  // of roots, dropped ones too
+  std::unordered_map<int32_t, std::string> names_;  // of all roots, dropped ones included
   int32_t default_root_ = -1;                       // of the namespace ""
 
   std::vector<Lease> leases_;
@@ -437,7 +437,7 @@ class PrefixTree {
   int64_t num_nodes_ = 0, num_leaves_ = 0, num_leases_ = 0;
   int64_t next_number_ = 1, next_family_ = 1, next_lease_ = 1;
   int64_t now_ = 0, cold_ = 0;
-  int64_t replaced_ = 0;  // the family that the last replace gave
+  int64_t replaced_ = 0;  // the family given by the last replace
 
   bool is_listened_ = false;
   std::vector<TreeEvent> events_;
@@ -447,7 +447,7 @@ class PrefixTree {
   std::vector<const int32_t*> new_ids_;
 };
 
-// Runs that go, whole or their tails, and how many ids come free.
+// Runs to remove, whole or from their tails, and how many ids that frees.
 class PrefixTree::Removal {
  public:
   const std::vector<int64_t>& columns() const { return columns_; }  // page ids of each column
@@ -459,11 +459,11 @@ class PrefixTree::Removal {
   int64_t states_ = 0;
   std::vector<Cut> cuts_;
   std::vector<TreeEvent> news_;
-  int32_t dropped_ = -1;                                           // the root of a namespace that goes
+  int32_t dropped_ = -1;                                           // the root of a namespace to drop
   std::unordered_map<int32_t, std::pair<int32_t, int32_t>> left_;  // node: tokens left, children left
 };
 
-// Pages of a window column, on a lease's path, that become holes.
+// Pages of a window column on a lease's path that become holes.
 class PrefixTree::Punch {
  public:
   int64_t num_pages() const { return num_pages_; }
@@ -477,7 +477,7 @@ class PrefixTree::Punch {
   std::vector<TreeEvent> news_;
 };
 
-// Pages that get other ids.
+// Pages that get new ids.
 class PrefixTree::Replacement {
  public:
   int64_t num_pages() const { return num_pages_; }  // of each column
@@ -499,9 +499,9 @@ PrefixTree::Place PrefixTree::walk(Place at, const int32_t* entries, int64_t bas
     const int32_t child = child_of(at.node, rest, key);
     if (child < 0) break;
     const Run run = nodes_[child].run;
-    const int64_t left = end - at.depth - run.length;  // behind this run
+    const int64_t left = end - at.depth - run.length;  // after this run
     const bool goes_on = left >= math_.size() && nodes_[child].first_child >= 0;
-    if (goes_on) {  // where to look next is on its way while this run is compared
+    if (goes_on) {  // prefetch the next lookup while this run is compared
       key = hash(child, rest + run.length);
       children_.prefetch(key);
     }
@@ -548,7 +548,7 @@ int64_t PrefixTree::exchange(LeaseId lease, int64_t first, int64_t end, Offer of
         for (const int64_t last = place + n; place < last; ++place, ++page) {
           const int32_t old_id = runs_.id_at(c, place), new_id = offer(page, c, old_id);
           if (new_id == old_id) continue;
-          if (!is_new) {  // matches made before find other pages here
+          if (!is_new) {  // earlier matches must not find the new pages
             nodes_[node].family = replaced_ = next_family_++;
             is_new = true;
           }

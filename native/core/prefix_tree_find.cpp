@@ -1,4 +1,4 @@
-// Walking down, and where a walk may end.
+// Walks down the tree, and where a walk may end.
 #include <algorithm>
 #include <cstring>
 
@@ -51,7 +51,7 @@ PrefixTree::Place PrefixTree::climb(Place place) const {
 PrefixTree::Place PrefixTree::seen_through(Place place, int column) const {
   const int64_t window = windows_[static_cast<size_t>(column)];
   if (window == 1) return place;
-  // Upwards page by page: a hole makes its own begin the next candidate, so no page is looked at twice.
+  // Upwards page by page: after a hole, the hole's begin is the next candidate, so no page is visited twice.
   int64_t page = math_.page(place.depth), candidate = page;
   const auto first_needed = [&] { return math_.page(std::max<int64_t>(0, math_.first_slot(candidate) - window + 1)); };
   for (int32_t node = place.node; !nodes_[node].is_root() && page > first_needed(); node = nodes_[node].parent) {
@@ -102,7 +102,7 @@ PrefixTree::Place PrefixTree::usable(Place place) const {
 }
 
 void PrefixTree::match(const Sequence& sequence, Match& match, int32_t* ids) const {
-  if (!extra_keys_.empty()) require_tokens(sequence.tokens, 0);  // a stored token may be negative
+  if (!extra_keys_.empty()) require_tokens(sequence.tokens, 0);  // stored entries may be negative
   match.space = sequence.space;
   match.made = next_family_;
   match.root = find_root(sequence.space);
@@ -121,7 +121,7 @@ void PrefixTree::match(const Sequence& sequence, Match& match, int32_t* ids) con
   const Place root{match.root, 0};
   const Place found = ids != nullptr ? walk<true>(root, entries, 0, sequence.tokens.size, ids, step)
                                      : walk<false>(root, entries, 0, sequence.tokens.size, nullptr, step);
-  require_tokens(sequence.tokens, found.depth);  // those before equal stored ones
+  require_tokens(sequence.tokens, found.depth);  // those before it equal stored tokens
   match.found = match.length = found.depth;
   if (is_plain()) return;
   const Place place = usable(found);

@@ -1,31 +1,31 @@
-// Storing. What is found out and what may fail comes first, what changes the tree comes last.
+// Storing. Everything that may fail comes first, then the changes to the tree.
 #include <algorithm>
 
 #include "core/prefix_tree.hpp"
 
 namespace pagoda {
 
-// An insert under way. Positions: [0, base) is the lease's own; of what is given, [base, present) was there and
-// [present, stored) is new.
+// An insert in progress. Positions: the lease covers [0, base); of the tokens given, [base, present) were cached before
+// and [present, stored) are new.
 struct PrefixTree::Insertion {
   const Sequence& sequence;
   const std::vector<Ids>& columns;
-  Lease* lease;  // null: none
-  int32_t from;  // where it begins; -1: the namespace is not there
+  Lease* lease;  // null if there is none
+  int32_t from;  // the node it starts at; -1 if the namespace is new
   int64_t base;
-  const int32_t* entries;  // the tokens given, as they stand in runs
-  Place at{};              // where the sequence leaves what is there
+  const int32_t* entries;  // the tokens given, as runs store them
+  Place at{};              // where the sequence leaves what is cached
   int64_t present = 0;
   int64_t stored = 0;
   std::vector<Hole> holes{};        // that the given ids fill
-  std::vector<Checkpoint> taken{};  // where there is none yet
-  std::vector<uint64_t> keys{};     // of the new pages, while somebody listens
+  std::vector<Checkpoint> taken{};  // those at lengths that have none yet
+  std::vector<uint64_t> keys{};     // of the new pages, while there are listeners
   std::vector<TreeEvent> news{};
 
   int64_t added() const { return stored - present; }
 };
 
-// The id that was given for a page of the sequence.
+// The id given for a page of the sequence.
 int32_t PrefixTree::given_id(const Insertion& job, int column, int64_t page) const {
   return job.columns[static_cast<size_t>(column)][page - math_.page(job.base)];
 }
@@ -62,12 +62,12 @@ __attribute__((noinline)) void PrefixTree::write_news(Insertion& job) const {
   const uint64_t before = job.from < 0 ? key_of_bytes(job.sequence.space) : key_at(job.at.node, job.present);
   job.keys.resize(static_cast<size_t>(math_.page(job.added())));
   make_keys(before, job.entries + (job.present - job.base), math_.page(job.added()), job.keys.data());
-  if (job.from >= 0 && is_lost(job.from)) return;  // nobody finds it
+  if (job.from >= 0 && is_lost(job.from)) return;  // it cannot be found
   const std::string space(job.from < 0 ? job.sequence.space : std::string_view(space_of(job.from)));
   for (const Hole& hole : job.holes) {
     job.news.push_back(page_event(EventKind::kStored, hole, given_id(job, hole.column, hole.page)));
   }
-  // Checkpoints among pages that are there, each for itself; then the new run with its own.
+  // First the checkpoints on pages that were cached, one event each; then the new run with its own.
   auto checkpoint = job.taken.begin();
   for (; checkpoint != job.taken.end() && checkpoint->length <= job.present; ++checkpoint) {
     TreeEvent told{EventKind::kStored, true, space, checkpoint->length, key_at(job.at.node, checkpoint->length)};
@@ -89,7 +89,7 @@ __attribute__((noinline)) void PrefixTree::write_news(Insertion& job) const {
 bool PrefixTree::grows_in_place(const Insertion& job) const {
   if (job.from < 0) return false;
   const Node& node = nodes_[job.at.node];
-  // A lease holds its own node once; any other must be free.
+  // The insert's own lease locks its node once; any other lock forbids growing in place.
   const int32_t own = job.lease != nullptr && job.lease->node == job.at.node ? 1 : 0;
   return !node.is_root() && node.end() == job.present && node.first_child < 0 && !node.is_trimmed && node.locks == own;
 }
@@ -103,7 +103,7 @@ void PrefixTree::fill(const Insertion& job) {
   }
 }
 
-// Apart from `store`, which is as short as it can be where nobody listens.
+// Separate from `store`, which stays short while there are no listeners.
 __attribute__((noinline)) void PrefixTree::store_keys(const Insertion& job, const Run& run) {
   const uint64_t* keys = job.keys.data();
   const int64_t end = math_.page(run.length);
@@ -153,7 +153,7 @@ void PrefixTree::add_checkpoints(const Insertion& job) {
 
 int64_t PrefixTree::settle(const Insertion& job) {
   if (job.at.node < 0) return 0;
-  // Whoever follows pages protects a window by itself: its lease goes as far as its pages.
+  // A tree that follows pages leaves the protection of windows to its caller: the lease covers all that is stored.
   const Place last = set_of_.empty() ? usable(job.at) : job.at;
   if (job.lease != nullptr) {
     const int32_t node = end_at(last);
@@ -163,7 +163,7 @@ int64_t PrefixTree::settle(const Insertion& job) {
       job.lease->node = node;
     }
   }
-  // What is stored is hot, and so is all above it: no child is hotter than its parent.
+  // What is stored is most recently used, and so is everything above it: no child is hotter than its parent.
   if (job.added() > 0 || job.lease == nullptr) {
     const int32_t used = job.added() > 0 ? job.at.node : end_at(last);
     touch(used);
@@ -195,20 +195,20 @@ Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& co
     from = require(*lease_id).node;
     lease = &leases_[static_cast<size_t>(lease_id->slot)];
     if (nodes_[nodes_[from].root].is_dropped) {
-      throw Stale("lease " + text(lease->number) + " is of a namespace that was dropped: release it");
+      throw Stale("lease " + text(lease->number) + " belongs to a namespace that was dropped: release it");
     }
   } else {
     from = find_root(sequence.space);
   }
   const int64_t base = from < 0 ? 0 : nodes_[from].end();
   const int64_t end = base + math_.first_slot(math_.page(sequence.tokens.size));
-  if (end > kMaxLength) throw BadArgument("a sequence has fewer than 2^31 tokens");
+  if (end > kMaxLength) throw BadArgument("tokens: a sequence must have fewer than 2^31");
   if (!extra_keys_.empty() || sequence.ranges != nullptr) require_tokens(sequence.tokens, 0);
   try {
     require_columns(sequence.tokens, columns);
     require_checkpoints(checkpoints, base, end);
   } catch (...) {
-    require_tokens(sequence.tokens, 0);  // what is wrong first is said first
+    require_tokens(sequence.tokens, 0);  // report the first bad token before anything else
     throw;
   }
 
@@ -233,7 +233,7 @@ Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& co
       if (!is_plain()) path_.push_back(node);
     });
   }
-  require_tokens(sequence.tokens, job.at.depth - base);  // those before equal stored ones
+  require_tokens(sequence.tokens, job.at.depth - base);  // those before it equal stored tokens
   job.present = job.at.depth;
   job.stored = end;
   if (has_states_) job.stored = std::max<int64_t>(job.present, checkpoints.empty() ? 0 : checkpoints.back().length);

@@ -1,4 +1,4 @@
-// What a lease protects, from the match it was made of until it is released.
+// What a lease protects, from the match it was made from until it is released.
 #include <algorithm>
 
 #include "core/prefix_tree.hpp"
@@ -6,7 +6,7 @@
 namespace pagoda {
 
 PrefixTree::Place PrefixTree::survivor(const Match& match) const {
-  // The root that the match began at. It lives: whoever calls has looked.
+  // The root that the match started at. The caller has checked that it still exists.
   Place place{match.root, 0};
   int64_t next = match.path.size();
   while (next > 0) {
@@ -14,12 +14,12 @@ PrefixTree::Place PrefixTree::survivor(const Match& match) const {
     const Node& node = nodes_[step.node];
     if (node.number == step.number) {
       place = climb({step.node, std::min(step.end, node.end())});
-      if (place.depth < step.end) next = match.path.size() + 1;  // trimmed: nothing below it is left
+      if (place.depth < step.end) next = match.path.size() + 1;  // trimmed: nothing below is left
       break;
     }
     --next;
   }
-  // Of the steps that are gone an upper half may be left: where they began, of their family.
+  // Of a node that is gone, an upper half of the same family may be left where it began.
   for (; next < match.path.size(); ++next) {
     const Step& step = match.path[next];
     const auto child_of_family = [&](int32_t parent) {
@@ -27,12 +27,12 @@ PrefixTree::Place PrefixTree::survivor(const Match& match) const {
       while (child >= 0 && nodes_[child].family != step.family) child = nodes_[child].next_sibling;
       return child;
     };
-    int32_t half = place.node;  // joined with what stood before it
+    int32_t half = place.node;  // if it was joined with the node before it
     if (place.depth == nodes_[half].end() || nodes_[half].family != step.family) {
       half = children_.find(step.hash, [&](int32_t node) {
         return nodes_[node].parent == place.node && nodes_[node].family == step.family;
       });
-      // Its parent may have been joined and split again, and is another node then; a root stays.
+      // Its parent may have been joined and split again and is then another node; a root stays the same.
       if (half < 0 && !nodes_[place.node].is_root()) half = child_of_family(place.node);
     }
     while (half >= 0) {
@@ -44,7 +44,7 @@ PrefixTree::Place PrefixTree::survivor(const Match& match) const {
   }
   if (match.made <= replaced_) {
     for (int32_t node = place.node; !nodes_[node].is_root(); node = nodes_[node].parent) {
-      if (nodes_[node].family >= match.made) return {match.root, 0};  // it has other ids than the match says
+      if (nodes_[node].family >= match.made) return {match.root, 0};  // its ids have changed since the match
     }
   }
   return place;
@@ -55,7 +55,7 @@ void PrefixTree::reserve_leases(int64_t n) {
   if (wanted <= free_leases_.size()) return;
   const size_t all = leases_.size() + wanted - free_leases_.size();
   if (all > leases_.capacity()) leases_.reserve(std::max(all, 2 * leases_.size() + 64));
-  free_leases_.reserve(leases_.capacity());  // a release cannot fail
+  free_leases_.reserve(leases_.capacity());  // so that a release cannot fail
   while (leases_.size() < all) {
     leases_.push_back({0, 0, false});
     free_leases_.push_back(static_cast<int32_t>(leases_.size() - 1));
@@ -95,7 +95,7 @@ LeaseId PrefixTree::lock_fresh(const Match& match) {
 }
 
 int64_t PrefixTree::count_unlocked(const Match& match) const {
-  // What is locked, is locked up to the root.
+  // The ancestors of a locked node are locked.
   int64_t locked = 0;
   for (int64_t i = match.path.size(); i-- > 0 && locked == 0;) {
     const Node& at = nodes_[match.path[i].node];
@@ -105,7 +105,7 @@ int64_t PrefixTree::count_unlocked(const Match& match) const {
 }
 
 int64_t PrefixTree::count_released(const std::vector<LeaseId>& leases) const {
-  std::unordered_map<int32_t, int32_t> locks;  // that would be left
+  std::unordered_map<int32_t, int32_t> locks;  // that would remain
   int64_t tokens = 0;
   for (const LeaseId& lease : leases) {
     for (int32_t node = require(lease).node; !nodes_[node].is_root(); node = nodes_[node].parent) {
@@ -137,7 +137,7 @@ void PrefixTree::demote(LeaseId lease) {
 
 void PrefixTree::release(LeaseId id) {
   const Lease lease = require(id);
-  const bool is_root = nodes_[lease.node].is_root();  // which may go now
+  const bool is_root = nodes_[lease.node].is_root();  // an empty root is removed
   ++now_;
   leases_[static_cast<size_t>(id.slot)].number = 0;
   free_leases_.push_back(id.slot);
@@ -215,7 +215,7 @@ void PrefixTree::let_go_dropped(int32_t node) {
   --cold_;
   while (--nodes_[node].locks == 0) {
     if (nodes_[node].is_root()) return free_root_if_empty(node);
-    // Nobody can find it any more: as cold as its children let it be.
+    // It cannot be found any more: make it as cold as its children allow.
     int32_t child = nodes_[node].first_child;
     for (int32_t other = child; other >= 0; other = nodes_[other].next_sibling) {
       if (nodes_[other].used > nodes_[child].used) child = other;
@@ -229,7 +229,7 @@ void PrefixTree::let_go_dropped(int32_t node) {
     count_locked(node, -1);
     const bool is_last = nodes_[node].is_lost && !nodes_[nodes_[node].root].is_dropped;
     node = nodes_[node].parent;
-    if (is_last) return let_go(node);  // what stands above is found
+    if (is_last) return let_go(node);  // nodes above it can still be found
   }
 }
 

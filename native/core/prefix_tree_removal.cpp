@@ -1,5 +1,5 @@
-// What takes pages out of the tree, or gives them other ids. Each call is planned first, which changes nothing,
-// and then carried out, which cannot fail.
+// Calls that take pages out of the tree or change their ids. Each is planned first, which changes nothing, and then
+// carried out, which cannot fail.
 #include <algorithm>
 
 #include "core/prefix_tree.hpp"
@@ -42,17 +42,17 @@ void PrefixTree::cut(int32_t node, int64_t from, int64_t to, Removal& plan) cons
   }
 }
 
-// Walks the order, cutting nodes until what the plan frees, as `counted` says, reaches the target. keep(node, length,
-// missing) → how many of `length` tokens stay, so that `missing` come free if the node has them.
+// Walks the eviction order and cuts nodes until the plan frees `target`, as measured by `counted`. keep(node, length,
+// missing) → how many of the node's `length` tokens stay so that `missing` are freed, if it has as many.
 template <typename Counted, typename Keep>
 void PrefixTree::plan(int64_t target, Removal& plan, Counted counted, Keep keep) const {
-  if (plan.left_.bucket_count() > 1024) plan.left_ = {};  // clearing pays for the largest plan there ever was
+  if (plan.left_.bucket_count() > 1024) plan.left_ = {};  // clear() would cost as much as the largest plan so far
   plan.left_.clear();
   const auto state = [&](int32_t node) -> std::pair<int32_t, int32_t>& {
     return plan.left_.try_emplace(node, nodes_[node].run.length, nodes_[node].num_children).first->second;
   };
   for (int32_t node = order_.coldest(); counted() < target;) {
-    if (state(node).first == 0) {  // went with its children
+    if (state(node).first == 0) {  // already cut with its children
       node = order_.after(node);
       continue;
     }
@@ -61,7 +61,7 @@ void PrefixTree::plan(int64_t target, Removal& plan, Counted counted, Keep keep)
     cut(node, length, kept, plan);
     state(node).first = kept;
     if (kept > 0) continue;
-    // A parent that becomes a leaf keeps only what a checkpoint can resume from.
+    // A parent that becomes a leaf keeps only what ends at a checkpoint.
     for (int32_t parent = nodes_[node].parent; has_states_; parent = nodes_[parent].parent) {
       if (nodes_[parent].is_root() || --state(parent).second > 0 || nodes_[parent].locks > 0) break;
       int32_t& left = state(parent).first;
@@ -86,7 +86,7 @@ void PrefixTree::plan_evict(int64_t n, int column, Removal& plan) const {
     for (int32_t node = order_.coldest(); left > 0;) {
       const Node& at = nodes_[node];
       const int32_t next = order_.after(node);
-      // What removing this one and looking at the next will touch.
+      // What removing this node and visiting the next will touch.
       children_.prefetch(at.hash);
       runs_.prefetch_links(at.run);
       __builtin_prefetch(&nodes_[at.parent]);
@@ -106,7 +106,7 @@ void PrefixTree::plan_evict(int64_t n, int column, Removal& plan) const {
   }
   const auto counted = [&] { return plan.columns_[static_cast<size_t>(column)]; };
   this->plan(pages, plan, counted, [&](int32_t node, int32_t length, int64_t missing) {
-    // The last page that has to go, and back to the checkpoint before it.
+    // From the last page that has to go back to the checkpoint before it.
     int64_t page = math_.page(length);
     if (!is_window(column)) {
       page -= std::min(page, missing);
@@ -142,7 +142,7 @@ void PrefixTree::plan_drop(std::string_view space, Removal& plan) const {
     if (at.is_root()) return;
     if (at.locks == 0) {
       cut(node, at.run.length, 0, plan);
-    } else if (is_listened_ && !is_lost(node)) {  // it stays, but nobody finds it
+    } else if (is_listened_ && !is_lost(node)) {  // it stays, but cannot be found
       plan.news_.push_back(event(EventKind::kRemoved, node, at.begin, at.end()));
     }
   });
@@ -194,7 +194,7 @@ void PrefixTree::carry_out(Removal& plan, const std::vector<int32_t*>& columns, 
     for (const Cut& cut : cuts) apply(cut);
   } else {
     Node& root = nodes_[plan.dropped_];
-    ++root.locks;  // it outlives its children until here
+    ++root.locks;  // keeps the root until its children are removed
     for (auto cut = cuts.rbegin(); cut != cuts.rend(); ++cut) apply(*cut);
     const auto name = names_.find(plan.dropped_);
     if (name->second.empty()) default_root_ = -1;
@@ -226,7 +226,7 @@ void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<st
     }
     if (worst < math_.page(node.run.length)) found.push_back({static_cast<int32_t>(i), worst});
   }
-  // What continues a bad page goes with it: whoever stands above comes first.
+  // What continues a bad page goes with it, so parents come first.
   std::sort(found.begin(), found.end(),
             [&](const Found& a, const Found& b) { return nodes_[a.node].begin < nodes_[b.node].begin; });
   BitSet is_top(nodes_.size());
@@ -238,7 +238,7 @@ void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<st
     is_top.insert(each.node);
     tops.push_back(each);
   }
-  // What nobody protects goes, and of the rest it is noted that it is lost. All that may fail comes first.
+  // Unprotected nodes are removed, the others marked as lost. Everything that may fail comes first.
   Removal plan;
   begin(plan);
   for (const Found& top : tops) {
@@ -260,7 +260,7 @@ void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<st
     columns.push_back(freed[c].data());
   }
   std::vector<int32_t> states(static_cast<size_t>(plan.states_));
-  std::vector<std::pair<int32_t, int64_t>> rests;  // what the cut runs leave, or continued, by node and number
+  std::vector<std::pair<int32_t, int64_t>> rests;  // (node, number): cut, or parent of a cut node
   rests.reserve(plan.cuts_.size());
   reserve(static_cast<int64_t>(tops.size()), static_cast<int64_t>(tops.size()));
   events_.reserve(events_.size() + plan.news_.size());
@@ -269,7 +269,7 @@ void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<st
     if (top.page > 0) split(top.node, nodes_[top.node].begin + math_.first_slot(top.page));
     nodes_[top.node].is_lost = true;
     ++num_lost_;
-    // Matches made before must not find it: other numbers, another family.
+    // Earlier matches must not find it: give it a new number and a new family.
     for_subtree(top.node, [&](int32_t node) {
       nodes_[node].number = next_number_++;
       nodes_[node].family = next_family_++;
@@ -287,7 +287,8 @@ void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<st
 }
 
 void PrefixTree::plan_punch(LeaseId id, int column, int64_t end, Punch& plan) const {
-  if (!is_window(column)) throw BadArgument("column " + text(column) + " has no window: its pages are all needed");
+  if (!is_window(column))
+    throw BadArgument("column: " + text(column) + " has no window, so all of its pages are needed");
   int32_t node = require(id).node;
   plan.path_.clear();
   plan.news_.clear();
@@ -353,8 +354,8 @@ void PrefixTree::plan_replace(const Sequence& sequence, const std::vector<Ids>& 
   const auto step = [&](int32_t node, int64_t) { plan.path_.push_back(node); };
   const int64_t found = root < 0 ? 0 : walk<false>({root, 0}, entries, 0, end, nullptr, step).depth;
   if (found != end) {
-    throw BadArgument("only " + text(found) + " of " + text(end) +
-                      " tokens are in the tree: replace what a match finds");
+    throw BadArgument("tokens: only " + text(found) + " of " + text(end) +
+                      " are in the tree: give a prefix that match() finds");
   }
   plan.num_pages_ = math_.page(end);
   if (!is_listened_ || end == 0) return;

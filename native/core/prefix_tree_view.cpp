@@ -1,4 +1,4 @@
-// Looking at the tree: events, pictures, and the proof that all of it fits together.
+// Views of the tree: events, nodes for display, and the check of its invariants.
 #include <algorithm>
 
 #include "core/prefix_tree.hpp"
@@ -101,8 +101,8 @@ TreeEvent PrefixTree::page_event(EventKind kind, const Hole& at, int32_t id) con
 }
 
 std::vector<NodeInfo> PrefixTree::nodes(int64_t max_nodes, int64_t max_tokens, const std::string_view* space) const {
-  // Leases that protect a node: those that end there, and those that protect its children. Every node above
-  // a lease once, the deepest first.
+  // The leases that protect a node are those that end there and those that protect its children. Visits every node
+  // above a lease once, the deepest first.
   std::unordered_map<int32_t, int64_t> leases;
   std::vector<int32_t> above;
   for (const Lease& lease : leases_) {
@@ -116,11 +116,11 @@ std::vector<NodeInfo> PrefixTree::nodes(int64_t max_nodes, int64_t max_tokens, c
   for (int32_t node : above) {
     if (!nodes_[node].is_root()) leases[nodes_[node].parent] += leases[node];
   }
-  // Still to show, next one last; and how deep it stands.
+  // Nodes still to show, the next one last, and their levels.
   std::vector<std::pair<int32_t, int64_t>> todo;
   std::vector<std::pair<int64_t, int32_t>> dropped;
   for (const auto& [root, name] : names_) {
-    if (names_.size() == roots_.size()) break;  // none was dropped
+    if (names_.size() == roots_.size()) break;  // no namespace was dropped
     if (nodes_[root].is_dropped && (space == nullptr || name == *space))
       dropped.emplace_back(nodes_[root].number, root);
   }
@@ -132,7 +132,7 @@ std::vector<NodeInfo> PrefixTree::nodes(int64_t max_nodes, int64_t max_tokens, c
     for (auto it = roots_.rbegin(); it != roots_.rend(); ++it) todo.emplace_back(it->second, 0);
   }
 
-  // Children in the order of their first page.
+  // Children in the order of their first pages.
   const auto is_less = [this](int32_t a, int32_t b) {
     const int32_t* left = runs_.first_page(nodes_[a].run);
     const int32_t* right = runs_.first_page(nodes_[b].run);
@@ -140,7 +140,7 @@ std::vector<NodeInfo> PrefixTree::nodes(int64_t max_nodes, int64_t max_tokens, c
       if (left[i] == right[i]) continue;
       const int32_t x = extra_keys_.token(left[i]), y = extra_keys_.token(right[i]);
       if (x != y) return x < y;
-      // The same token: without a key first, then by key.
+      // The same token: first without a key, then by key.
       if (left[i] >= 0 || right[i] >= 0) return left[i] >= 0;
       return extra_keys_.is_less(left[i], right[i]);
     }
@@ -190,7 +190,7 @@ void PrefixTree::broken(int number, int32_t node, const std::string& what) const
   throw BrokenInvariant{number, "node " + text(nodes_[node].number) + ": " + what};
 }
 
-// Links, run and rules of one node; its chunks are marked.
+// Checks the links, the run and the rules of one node, and marks its chunks.
 void PrefixTree::check_node(int32_t index, std::vector<bool>& chunks) const {
   const Node& node = nodes_[index];
   if (node.number <= 0) broken(10, index, "it was freed, but is linked");
@@ -210,7 +210,7 @@ void PrefixTree::check_node(int32_t index, std::vector<bool>& chunks) const {
     return;
   }
   if (node.run.length <= 0 || math_.offset(node.run.length) != 0) broken(10, index, "it holds no whole pages");
-  if (!runs_.mark(node.run, chunks)) broken(14, index, "its chunks are somebody else's, or their chain is broken");
+  if (!runs_.mark(node.run, chunks)) broken(14, index, "its chunks belong to another node, or their chain is broken");
   const int32_t* page = runs_.first_page(node.run);
   if (node.hash != hash(node.parent, page) || (!node.is_lost && child_of(node.parent, page, node.hash) != index)) {
     broken(10, index, "the table does not lead to it");
@@ -241,7 +241,8 @@ void PrefixTree::check_node(int32_t index, std::vector<bool>& chunks) const {
     std::vector<uint64_t> keys(static_cast<size_t>(runs_.pages_per_chunk()));
     runs_.for_places(node.run, 0, math_.page(node.run.length), [&](int32_t, int64_t place, int64_t n) {
       make_keys(key, runs_.tokens_at(place), n, keys.data());
-      if (!std::equal(keys.begin(), keys.begin() + n, runs_.keys_at(place))) broken(14, index, "a key is not its own");
+      if (!std::equal(keys.begin(), keys.begin() + n, runs_.keys_at(place)))
+        broken(14, index, "a content key is wrong");
       key = keys[static_cast<size_t>(n - 1)];
     });
   }
@@ -255,7 +256,7 @@ void PrefixTree::check_node(int32_t index, std::vector<bool>& chunks) const {
   }
 }
 
-// Lists every unprotected node once, coldest first, before its parent.
+// Checks that the order lists every unprotected node once, coldest first, before its parent.
 void PrefixTree::check_order() const {
   std::vector<bool> seen(static_cast<size_t>(nodes_.size()), false);
   int64_t listed = 0, unlocked = 0, used = std::numeric_limits<int64_t>::min();
@@ -303,7 +304,7 @@ void PrefixTree::check() const {
   }
   for (size_t i = 0; i < order.size(); ++i) {
     const Node& node = nodes_[order[i]];
-    if (++reached > nodes_.size()) throw BrokenInvariant{10, "the tree has a ring"};
+    if (++reached > nodes_.size()) throw BrokenInvariant{10, "the tree has a cycle"};
     check_node(order[i], chunks);
     for (int32_t child = node.first_child; child >= 0; child = nodes_[child].next_sibling) order.push_back(child);
     if (node.is_root()) {
@@ -332,13 +333,13 @@ void PrefixTree::check() const {
     const Node& node = nodes_[order[i]];
     if (locks[static_cast<size_t>(order[i])] != node.locks) {
       broken(12, order[i],
-             text(node.locks) + " locks are counted, there are " + text(locks[static_cast<size_t>(order[i])]));
+             text(node.locks) + " locks are counted, but there are " + text(locks[static_cast<size_t>(order[i])]));
     }
     if (node.locks > 0 && !node.is_root()) ++locks[static_cast<size_t>(node.parent)];
   }
   const auto require = [](int64_t counted, int64_t found, const char* what) {
     if (counted != found) {
-      throw BrokenInvariant{11, text(counted) + " " + what + " are counted, a walk finds " + text(found)};
+      throw BrokenInvariant{11, text(counted) + " " + what + " are counted, but a walk finds " + text(found)};
     }
   };
   require(num_nodes_, num_nodes, "nodes");
@@ -358,7 +359,8 @@ void PrefixTree::check() const {
   int64_t freed = 0;
   for (int32_t node = free_node_; node >= 0 && freed <= nodes_.size(); node = nodes_[node].parent) ++freed;
   require(freed + reached, nodes_.size(), "entries of nodes, used and free,");
-  if (!runs_.free_chunks_are_right(chunks)) throw BrokenInvariant{14, "a chunk is in no run and not free, or in both"};
+  if (!runs_.free_chunks_are_right(chunks))
+    throw BrokenInvariant{14, "a chunk is neither in a run nor free, or is both"};
   require(extra_keys_.size(), static_cast<int64_t>(keys.size()), "tokens under extra keys");
   for (const auto& [entry, n] : keys) require(extra_keys_.count(entry), n, "uses of an extra key");
   check_order();

@@ -13,11 +13,11 @@ Rank::Content Rank::check(Ids packed, int64_t step) const {
   if (delta.num_groups() != table_.num_groups()) {
     std::string names;
     for (int64_t g = 0; g < table_.num_groups(); ++g) names += (g == 0 ? "" : ", ") + table_.group(g).name;
-    throw BadArgument("delta: it has " + text(delta.num_groups()) + " groups, and these pools have " +
+    throw BadArgument("delta: it has " + text(delta.num_groups()) + " groups, but these pools have " +
                       text(table_.num_groups()) + ": " + names);
   }
   if (delta.step() != step) {
-    throw BadArgument("delta: it is of step " + text(delta.step()) + ", and the next one is step " + text(step) +
+    throw BadArgument("delta: it is of step " + text(delta.step()) + ", but the next one is step " + text(step) +
                       ": apply every delta once, in the order of Manager.plan");
   }
   const auto begin = [&](Ids section) { return section.size == 0 ? 0 : section.data - packed.data; };
@@ -56,7 +56,7 @@ void Rank::check_rows(Ids rows, Ids lengths, Ids counts, Ids starts) const {
     }
     if (counts[i] < 0 || lengths[i] < counts[i] || lengths[i] > max_tokens_) {
       throw BadArgument("delta: row " + text(rows[i]) + " computes " + text(counts[i]) + " of " + text(lengths[i]) +
-                        " tokens, and a row has at most " + text(max_tokens_) +
+                        " tokens, but a row has at most " + text(max_tokens_) +
                         ": build the pools with the manager's max_tokens");
     }
     if (starts[i] != sum) throw BadArgument("delta: starts are not the sums of counts");
@@ -70,7 +70,7 @@ void Rank::check_range(Ids ids, const PageTable::Group& group, const char* what)
     if (ids[i] >= 1 && ids[i] <= group.num_pages) continue;
     throw BadId{IdFault::kOutOfRange, ids[i], i,
                 what + (" of group " + group.name) + "[" + text(i) + "] = " + text(ids[i]) +
-                    " is out of range: its page ids are 1 to " + text(group.num_pages)};
+                    " is out of range: page ids of the group are 1 to " + text(group.num_pages)};
   }
 }
 
@@ -78,7 +78,7 @@ bool Rank::is_disjoint(Ids sources, Ids targets, const PageTable::Group& group) 
   std::vector<int32_t> written(targets.data, targets.data + targets.size);
   std::sort(written.begin(), written.end());
   if (std::adjacent_find(written.begin(), written.end()) != written.end()) {
-    throw BadArgument("delta: a page of group " + group.name + " is copied to twice");
+    throw BadArgument("delta: a page of group " + group.name + " is the target of two copies");
   }
   return std::none_of(sources.data, sources.data + sources.size,
                       [&](int32_t page) { return std::binary_search(written.begin(), written.end(), page); });
@@ -96,7 +96,7 @@ void Rank::fill(Ids packed, int64_t num_rows, int64_t num_tokens, const BatchBuf
   const Ids starts = delta.section(Section::kStarts);
   const int64_t n = rows.size, end = n == 0 ? 0 : starts[n];
   check_rows(rows, lengths, delta.section(Section::kCounts), starts);
-  if (n > num_rows || end > num_tokens) throw BadArgument("delta: it was changed after it was applied");
+  if (n > num_rows || end > num_tokens) throw BadArgument("delta: its array was changed after it was applied");
   std::fill(std::copy_n(rows.data, n, shared.rows), shared.rows + num_rows, 0);
   std::fill(std::copy_n(lengths.data, n, shared.lengths), shared.lengths + num_rows, 0);
   std::copy_n(starts.data, starts.size, shared.query_start_loc);

@@ -1,9 +1,8 @@
 // One rank's copy of the page tables on the host, and what kernels read about a step. In: deltas; out: checked
 // sections, and batches.
 //
-// A rank follows the manager by deltas alone: it looks through each before anything changes, carries it out on its
-// device, and then writes it here. So the same numbers are there on the host for back ends that want them there, and on
-// a CPU for everybody.
+// A rank follows the manager through deltas alone: it checks each delta before anything changes, applies it on its
+// device, and then to the tables here. They serve back ends that want page lists on the host, and everything on a CPU.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +18,8 @@ namespace pagoda {
 // How kernels see the pages of one group.
 struct KernelPages {
   int64_t page_tokens;         // of a page of the group
-  int64_t kernel_page_tokens;  // of a page of the kernel, which divide it
-  int64_t window;              // 0: all tokens are read
+  int64_t kernel_page_tokens;  // of a page of the kernel; divides page_tokens
+  int64_t window;              // 0 if all tokens are read
   int64_t max_indices;
 };
 
@@ -42,12 +41,12 @@ struct GroupBuffers {
 
 class Rank {
  public:
-  // Page copies of one group: n sources and n targets, where they begin in the delta.
+  // Page copies of one group: n sources and n targets, as offsets into the delta.
   struct Copies {
     int64_t group, sources, targets, n;
-    bool is_disjoint;  // no page is source and target
+    bool is_disjoint;  // no page is both source and target
   };
-  // What a delta asks for. Begins are those of sections in the delta; 0 for one that is empty.
+  // What a delta asks for. Sections are given by where they begin in the delta; 0 for an empty one.
   struct Content {
     int64_t num_rows, num_tokens;  // of the step
     int64_t rows, lengths, starts;
@@ -58,13 +57,12 @@ class Rank {
 
   Rank(std::vector<PageTable::Group> tables, std::vector<KernelPages> pages, int64_t num_rows, int64_t max_tokens);
 
-  // What a delta asks for, once it is known to be that of `step` and right in every number. Changes nothing.
+  // Checks that a delta is that of `step` and that its numbers are valid, and returns what it asks for.
   Content check(Ids packed, int64_t step) const;
-  // Writes the tables. The delta was checked.
+  // Applies the table writes of a checked delta.
   void follow(Ids packed);
-  // Fills buffers for the rows of a delta that was followed last: num_rows rows and num_tokens tokens, of which those
-  // behind the delta's own are padding. Looks through the rows again: the array is the caller's, who may have changed
-  // it.
+  // Fills buffers for the rows of the delta that was followed last: num_rows rows and num_tokens tokens, padded after
+  // the delta's own. Checks the rows again, since the caller owns the array and may have changed it.
   void fill(Ids packed, int64_t num_rows, int64_t num_tokens, const BatchBuffers& shared,
             const std::vector<GroupBuffers>& groups) const;
 

@@ -5,7 +5,7 @@ namespace pagoda {
 namespace {
 constexpr int64_t kChunkTokens = 64;
 
-// A chunk of the usual page size has four ids: too few to call for, and one is what a decode step stores.
+// A chunk of the usual page size has four ids, too few for a call to memcpy, and a decode step stores one.
 void copy_ids(const int32_t* ids, int64_t n, int32_t* out) {
   if (n == 1) {
     *out = *ids;
@@ -144,7 +144,7 @@ Run RunStore::split(Run& run, int64_t at) {
     run.tail = prev_[chunk];
     prev_[chunk] = -1;
   } else {
-    // Both halves lie in this chunk: the rest gets one of its own, its tokens where they were.
+    // Both halves are in this chunk: the rest gets its own chunk, with its tokens at the same offset.
     const int32_t copy = take();
     copy_rest(chunk, copy, offset);
     prev_[copy] = -1;
@@ -161,7 +161,7 @@ Run RunStore::split(Run& run, int64_t at) {
 
 Run RunStore::join(const Run& upper, const Run& lower) {
   int32_t rest = lower.head, tail = lower.tail;
-  if (lower.offset != 0) {  // both lie in one chunk again
+  if (lower.offset != 0) {  // both are in one chunk again
     copy_rest(lower.head, upper.tail, lower.offset);
     rest = next_[lower.head];
     if (lower.tail == lower.head) tail = upper.tail;
@@ -173,7 +173,7 @@ Run RunStore::join(const Run& upper, const Run& lower) {
 }
 
 void RunStore::trim(Run& run, int64_t length) {
-  // Last chunk first: taken again, they come in their old order.
+  // Last chunk first, so that they are reused in their old order.
   int64_t keep = length == 0 ? 0 : (run.offset + length - 1) / chunk_tokens_ + 1;
   int64_t have = (run.offset + run.length + chunk_tokens_ - 1) / chunk_tokens_;
   for (; have > keep; --have) {

@@ -1,10 +1,9 @@
-// Where the tokens and page ids of a tree's nodes lie, and the keys of pages while somebody wants them.
+// Storage for the tokens and page ids of a tree's nodes, and for content keys while there are listeners.
 //
-// A run is a chain of chunks. A chunk holds 64 tokens (one page, where a page is longer) and, a column
-// of page ids, the ids of their pages. Runs grow and are trimmed at their end and never move: a request
-// that commits page by page copies nothing, and a trimmed tail is memory at once. Half a chunk a run is
-// the price. The links of chunks lie apart from their contents, so that a walk knows ahead of time what
-// to fetch.
+// A run is a chain of chunks. A chunk has 64 tokens (one page, if pages are longer) and, for each column, the ids of
+// their pages. Runs grow and are trimmed at their end and never move: a request that commits page by page copies
+// nothing, and a trimmed tail is free at once. The price is half a chunk per run on average. The links of chunks are
+// separate from their contents, so that a walk can prefetch.
 #pragma once
 
 #include <algorithm>
@@ -32,48 +31,48 @@ class RunStore {
 
   int64_t num_chunks() const { return next_.size(); }
 
-  // Chunks that n more tokens of a run take.
+  // How many chunks n more tokens of a run take.
   int64_t chunks_to_append(const Run& run, int64_t n) const {
     const int64_t used = run.length == 0 ? 0 : (run.offset + run.length) % chunk_tokens_;
     return (n - (used == 0 ? 0 : chunk_tokens_ - used) + chunk_tokens_ - 1) / chunk_tokens_;
   }
 
-  // Keeps a key of 64 bits for each page from now on, not written yet; or no longer.
+  // Starts keeping a 64-bit key per page, not written yet, or stops.
   void keep_keys();
   void drop_keys();
   bool has_keys() const { return has_keys_; }
 
-  // Addresses for so many tokens.
+  // Reserves address space for so many tokens.
   void expect(int64_t tokens);
 
-  // Room for n more chunks: what follows does not fail.
+  // Allocates for n more chunks, so that what follows cannot fail.
   void reserve(int64_t n);
 
-  // n tokens, whole pages, and a column's ids of these pages, at the end of a run.
+  // Appends n tokens, whole pages, and the ids of these pages in each column to a run.
   void append(Run& run, const int32_t* tokens, const std::vector<const int32_t*>& columns, int64_t n);
 
-  // The run keeps its first `at` tokens; the rest is returned. Takes a chunk at most.
+  // Cuts a run after `at` tokens and returns the rest. Takes at most one chunk.
   Run split(Run& run, int64_t at);
 
-  // What split has cut, joined again; false where the halves do not lie as a split leaves them.
+  // Joins what `split` cut; false if the halves are not stored as a split leaves them.
   bool can_join(const Run& upper, const Run& lower) const {
     return (upper.offset + upper.length) % chunk_tokens_ == lower.offset;
   }
   Run join(const Run& upper, const Run& lower);
 
-  // The run keeps its first `length` tokens.
+  // Trims a run to its first `length` tokens.
   void trim(Run& run, int64_t length);
 
-  // How many of n tokens equal the first of the run; n is at most the run's length. With ids, those of column 0, of
-  // the pages that are equal, are copied on the way: both come out of memory at once.
+  // How many of n tokens equal the first tokens of the run; n is at most the run's length. If `ids` is not null, it
+  // gets the ids in column 0 of the pages that are equal, read in the same pass.
   template <bool with_ids>
   int64_t common(const Run& run, const int32_t* tokens, int64_t n, int32_t* ids) const;
 
-  // Tokens [begin, end) of a run, and the page ids of pages [begin, end) of it.
+  // Copies tokens [begin, end) of a run, and the page ids of its pages [begin, end).
   void copy_tokens(const Run& run, int64_t begin, int64_t end, int32_t* out) const;
   void copy_pages(const Run& run, int column, int64_t begin, int64_t end, int32_t* out) const;
 
-  // Calls each(ids, n) for the stretches of pages [begin, end) of a run, in order.
+  // Calls each(ids, n) for the contiguous stretches of pages [begin, end) of a run, in order.
   template <typename Each>
   void for_pages(const Run& run, int column, int64_t begin, int64_t end, Each each) const {
     for_pieces(run, math_.first_slot(begin), math_.first_slot(end), [&](int32_t chunk, int64_t offset, int64_t n) {
@@ -100,8 +99,8 @@ class RunStore {
     }
   }
 
-  // Calls each(chunk, place, n) for the stretches of pages [begin, end) of a run: `place` is where its first page
-  // stands among all pages, the same in every column.
+  // Calls each(chunk, place, n) for the stretches of pages [begin, end) of a run; `place` is the index of the first
+  // page among all stored pages, the same in every column.
   template <typename Each>
   void for_places(const Run& run, int64_t begin, int64_t end, Each each) const {
     for_pieces(run, math_.first_slot(begin), math_.first_slot(end), [&](int32_t chunk, int64_t offset, int64_t n) {
@@ -112,7 +111,7 @@ class RunStore {
   int32_t& id_at(int column, int64_t place) {
     return const_cast<int32_t*>(ids_of(column, chunk_of(place)))[place % chunk_pages_];
   }
-  // The keys of pages from a place on, as far as its chunk goes.
+  // The keys of pages from a place to the end of its chunk.
   uint64_t* keys_at(int64_t place) { return keys_.data() + place; }
   const uint64_t* keys_at(int64_t place) const { return keys_.data() + place; }
   const int32_t* tokens_at(int64_t place) const { return tokens_.data() + math_.first_slot(place); }
@@ -123,7 +122,7 @@ class RunStore {
   int64_t last_place(const Run& run) const {
     return run.tail * chunk_pages_ + math_.page((run.offset + run.length - 1) % chunk_tokens_);
   }
-  // Of the page before one of the same run.
+  // The place of the page before one of the same run.
   int64_t place_before(int64_t place) const {
     return place % chunk_pages_ > 0 ? place - 1
                                     : int64_t{prev_[place / chunk_pages_]} * chunk_pages_ + chunk_pages_ - 1;
@@ -131,7 +130,7 @@ class RunStore {
   int32_t chunk_of(int64_t place) const { return static_cast<int32_t>(place / chunk_pages_); }
   int64_t pages_per_chunk() const { return chunk_pages_; }
 
-  // The same for tokens [begin, end).
+  // Calls each(tokens, n) for the contiguous stretches of tokens [begin, end) of a run, in order.
   template <typename Each>
   void for_tokens(const Run& run, int64_t begin, int64_t end, Each each) const {
     for_pieces(run, begin, end, [&](int32_t chunk, int64_t offset, int64_t n) {
@@ -146,7 +145,7 @@ class RunStore {
     __builtin_prefetch(&prev_[run.tail]);
   }
 
-  // What an append touches first.
+  // Prefetches what an append touches first.
   void prefetch_end(const Run& run) const {
     const int64_t at = run.tail * chunk_tokens_ + (run.offset + run.length) % chunk_tokens_;
     __builtin_prefetch(tokens_.data() + at, 1);
@@ -154,9 +153,9 @@ class RunStore {
     __builtin_prefetch(&next_[run.tail], 1);
   }
 
-  // Marks the run's chunks; false if one is marked already or the chain is broken.
+  // Marks the run's chunks; false if one is already marked or the chain is broken.
   bool mark(const Run& run, std::vector<bool>& seen) const;
-  // Whether the free chunks are as many as counted and none is marked.
+  // Whether the number of free chunks is as counted and none of them is marked.
   bool free_chunks_are_right(std::vector<bool>& seen) const;
 
   void clear();
@@ -167,7 +166,7 @@ class RunStore {
   }
   int32_t take();
   void give(int32_t chunk);
-  // Tokens, ids and keys of a chunk from an offset on, to the same place of another.
+  // Copies tokens, ids and keys of a chunk from an offset on to the same offset of another chunk.
   void copy_rest(int32_t from, int32_t to, int64_t offset);
   // The chunk of token `at` of a run, from whichever end is nearer.
   int32_t chunk_at(const Run& run, int64_t at) const;
@@ -192,17 +191,17 @@ class RunStore {
   int64_t chunk_pages_;
   int64_t chunk_tokens_;
   GrowArray<int32_t> tokens_;       // [chunks * chunk_tokens]
-  GrowArray<int32_t> ids_;          // [chunks, columns, chunk_pages]: what one chunk has, lies together
+  GrowArray<int32_t> ids_;          // [chunks, columns, chunk_pages]: contiguous per chunk
   GrowArray<uint64_t> keys_;        // [chunks * chunk_pages], while has_keys_
   GrowArray<int32_t> next_, prev_;  // [chunks]
   bool has_keys_ = false;
-  int32_t free_ = -1;  // chunks that were given back, through next_, last in first out
+  int32_t free_ = -1;  // first free chunk; next_ links the others, last in first out
   int64_t num_free_ = 0;
 };
 
 template <bool with_ids>
 int64_t RunStore::common(const Run& run, const int32_t* tokens, int64_t n, int32_t* ids) const {
-  constexpr int kAhead = 4;  // chunks on their way: more than the core can have outstanding
+  constexpr int kAhead = 4;  // chunks to prefetch: more misses than a core can have outstanding
   const auto fetch = [&](int64_t chunk) {
     const int32_t* t = tokens_.data() + chunk * chunk_tokens_;
     for (int64_t i = 0; i < chunk_tokens_; i += 16) __builtin_prefetch(t + i);

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-// Compiled twice where the loader can choose by processor. Not under the sanitizers, which run before
-// it has chosen.
+// Compiled for two instruction sets if the loader can choose between them. Not with sanitizers, whose code runs before
+// the choice is made.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__)
 #define PAGODA_WIDE __attribute__((target_clones("avx2", "default")))

@@ -14,7 +14,7 @@ void WindowPages::read(int32_t page) {
   --num_unread_;
 }
 
-// Pages that were left one after the other are neighbours in the list, and leave it together.
+// Pages that lost their readers one after the other are adjacent in the list and are removed together.
 void WindowPages::read(const int32_t* ids, int64_t n) {
   for (int64_t i = 0; i < n;) {
     const int64_t begin = i;

@@ -316,7 +316,7 @@ class ManagerMachine(RuleBasedStateMachine):
         number = self.a_row(data)
         model, before = self.model, self.manager.stats()
         if not model.rows[number].is_stored:
-            self.fails(ArgumentError, lambda: self.manager.fork(number, n), "is not stored")
+            self.fails(ArgumentError, lambda: self.manager.fork(number, n), "are not cached")
             return
         can = model.can_fork(number, n)
         refusals = (CapacityError, ArgumentError) if model.is_blurred else CapacityError

@@ -95,7 +95,7 @@ def test_the_core_agrees_with_a_plain_model_and_the_sanitizers_find_nothing(
     assert done.stdout.startswith("ok: ")
 
 
-# Each is a mistake of the kind the fuzz is there for: program, file, what stands there, what would be wrong.
+# Mistakes that the fuzz must find: program, file, the code as it is, and as it would be wrong.
 MISTAKES = [
     ("fuzz", "core/id_set.hpp", "if (word == 0) clear_above(i >> 6);", "if (word == 1) clear_above(i >> 6);"),
     ("fuzz", "core/free_list.cpp", "while (done-- > 0) unput(ids[done] - first_id_, at_once);", ""),
@@ -109,7 +109,7 @@ MISTAKES = [
     (
         "fuzz_tree",
         "core/prefix_tree_removal.cpp",
-        "} else if (is_listened_ && !is_lost(node)) {  // it stays, but nobody finds it",
+        "} else if (is_listened_ && !is_lost(node)) {  // it stays, but cannot be found",
         "} else if (false) {",
     ),
     ("fuzz_memory", "core/prefix_tree_removal.cpp", "rests.reserve(plan.cuts_.size());", ""),

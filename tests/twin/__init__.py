@@ -1,6 +1,6 @@
 """`PrefixTree` in plain Python, the oracle of its tests: the same calls, errors, nodes, order and events.
 
-Written to be read, not to be fast. Nothing outside the tests imports it.
+Written for clarity, not for speed. Nothing outside the tests imports it.
 """
 
 from twin.tree import PrefixTwin

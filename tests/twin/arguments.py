@@ -1,4 +1,4 @@
-"""What the twin is given, read and refused. In: whatever a caller gives; out: plain lists."""
+"""The arguments of the twin, read and checked. In: whatever a caller gives; out: plain lists."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def as_bytes(value: Any, name: str) -> bytes:
 
 
 def as_items(value: Any, name: str, what: str) -> list[Any]:
-    """What can be gone through, text apart."""
+    """The items of an iterable that is not text."""
     if not isinstance(value, (str, bytes, dict)):
         try:
             return list(value)
@@ -132,11 +132,15 @@ def elements_of(tokens: list[int], extra_keys: Any, base: int, page_tokens: int)
 def read_columns(
     page_ids: Any, num_tokens: int, windows: Sequence[int | None], page_tokens: int
 ) -> list[list[int]]:
-    """[columns][pages] page ids; the last may be that of a page which is not full."""
+    """[columns][pages] page ids; the last page may be partly filled."""
     whole, all_pages = num_tokens // page_tokens, -(-num_tokens // page_tokens)
-    one_each = [page_ids] if len(windows) == 1 else as_items(page_ids, "page_ids", "arrays, one a column")
+    one_each = (
+        [page_ids]
+        if len(windows) == 1
+        else as_items(page_ids, "page_ids", "arrays of page ids, one per column")
+    )
     if len(one_each) != len(windows):
-        raise ArgumentError(f"page_ids: give a list of {len(windows)} arrays, one a column")
+        raise ArgumentError(f"page_ids: give a list or tuple of {len(windows)} arrays, one per column")
     columns = []
     for array, window in zip(one_each, windows, strict=True):
         ids = as_ints(array, "page_ids")
@@ -145,7 +149,7 @@ def read_columns(
         for position, id in enumerate(ids):
             is_hole = window is not None and id == HOLE
             if not is_hole and (id < 1 or (id + 1) * page_tokens > 2**31):
-                raise OutOfRangeError(f"page_ids[{position}] = {id} is not a page", id, position)
+                raise OutOfRangeError(f"page_ids[{position}] = {id} is out of range", id, position)
         columns.append(ids)
     return columns
 
@@ -153,10 +157,10 @@ def read_columns(
 def read_checkpoints(
     checkpoints: Any, has_states: bool, base: int, end: int, page_tokens: int
 ) -> list[tuple[int, int]]:
-    """(length, state id) pairs, ascending, at whole pages behind base and up to end."""
+    """(length, state id) pairs, ascending, at whole pages after base and up to end."""
     items = as_items(checkpoints, "checkpoints", "(length, state id)")
     if items and not has_states:
-        raise ArgumentError("checkpoints: this tree has no states")
+        raise ArgumentError("checkpoints: this tree was built without states")
     pairs: list[tuple[int, int]] = []
     for position, item in enumerate(items):
         parts = as_items(item, "checkpoints", "(length, state id)")
@@ -169,6 +173,10 @@ def read_checkpoints(
         if pairs and length <= pairs[-1][0]:
             raise ArgumentError("checkpoints: give them in order of length")
         if state < 0:
-            raise OutOfRangeError(f"checkpoints: state id {state}", state, position)
+            raise OutOfRangeError(
+                f"checkpoints[{position}] has state id {state}: state ids must not be negative",
+                state,
+                position,
+            )
         pairs.append((length, state))
     return pairs

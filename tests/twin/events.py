@@ -1,4 +1,4 @@
-"""Who is told what the twin stores and removes. In: events; out: calls, after the work is done."""
+"""Events of what the twin stores and removes. In: events; out: calls of listeners, after the work is done."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Listener = Callable[[Event], object]
 
 @dataclass(eq=False)
 class Subscription:
-    """One who listens; the same callable may listen twice."""
+    """One listener; the same callable may listen twice."""
 
     listener: Listener
 
 
 class _Delivery:
-    """Calls a listener when it goes: what goes wrong then is what Python calls unraisable."""
+    """Calls a listener from a finalizer, so that Python reports its exceptions as unraisable."""
 
     def __init__(self, listener: Listener, event: Event) -> None:
         self.listener, self.event = listener, event
@@ -38,18 +38,18 @@ class _Delivery:
 
 
 class Bulletin:
-    """Events that wait for the end of a call, and those who listen."""
+    """Events that wait for the end of a call, and the listeners."""
 
     def __init__(self, page_tokens: int) -> None:
         self.page_tokens = page_tokens
         self.listeners: list[Subscription] = []
-        self.waiting: list[tuple[Event, list[Subscription]]] = []  # with those whom it concerns
+        self.waiting: list[tuple[Event, list[Subscription]]] = []  # with the listeners to call
         self.is_busy = False
 
     def add(self, listener: Listener, nodes: Iterable[Node]) -> None:
-        """One more who listens; told first what these nodes hold, and nothing of what waits."""
+        """Add a listener; it first gets what these nodes hold, and none of the waiting events."""
         if not callable(listener):
-            raise ArgumentError("listener: give something that can be called")
+            raise ArgumentError("listener: give a callable that takes an event")
         everyone, self.listeners = self.listeners, [Subscription(listener)]
         for node in nodes:
             self.tell_run(Stored, node, 0, sorted(node.checkpoints.items()))
@@ -57,12 +57,12 @@ class Bulletin:
         self.deliver()
 
     def remove(self, listener: Listener) -> None:
-        """One less."""
+        """Remove a listener."""
         for it in self.listeners:
             if it.listener == listener:
                 self.listeners.remove(it)
                 return
-        raise ArgumentError("listener: this one does not listen")
+        raise ArgumentError("listener: it is not listening")
 
     def tell(
         self,
@@ -75,7 +75,7 @@ class Bulletin:
         *,
         ids_only: bool,
     ) -> None:
-        """An event about pages at an index of a node; of what nobody can find, nothing is told."""
+        """Record an event about pages at an index of a node, unless they cannot be found."""
         if not self.listeners or node.path()[-1].is_dropped:
             return
         before = [] if node.parent is None else node.parent.pages_to_end()
@@ -103,23 +103,23 @@ class Bulletin:
         begin: int,
         states: Iterable[tuple[int, int]],
     ) -> None:
-        """An event about a node's pages from an index on."""
+        """Record an event about a node's pages from an index on."""
         pages = node.pages[begin:]
         columns = zip(*(page.ids for page in pages), strict=True)
         self.tell(kind, node, begin, pages, columns, states, ids_only=False)
 
     def tell_all(self, kind: type[Stored] | type[Removed], namespace: bytes, pages: Sequence[Page]) -> None:
-        """An event about ids of pages from the beginning of a sequence, whatever runs they lie in."""
+        """Record an event about ids of pages from the beginning of a sequence, whatever runs they are in."""
         root = Node(0, None, namespace, 0, 0)
         self.tell(kind, root, 0, pages, zip(*(page.ids for page in pages), strict=True), ids_only=True)
 
     def tell_reset(self) -> None:
-        """That nothing is left."""
+        """Record a reset."""
         if self.listeners:
             self.waiting.append((Reset(), self.listeners[:]))
 
     def deliver(self) -> None:
-        """Tells everyone, in order; what a listener's own calls make comes behind."""
+        """Call all listeners, in order; events of their own calls come last."""
         if self.is_busy:
             return
         self.is_busy = True

@@ -1,4 +1,4 @@
-"""How pages leave the twin. In: what has to go; out: ids, run after run, each run's in order of position."""
+"""How pages leave the twin. In: what to free; out: ids, run after run, each run's in order of position."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Harvest", "drop", "evict"]
 
 
 class Harvest:
-    """Ids on their way out."""
+    """Ids that are being freed."""
 
     def __init__(self, num_columns: int) -> None:
         self.columns: list[list[int]] = [[] for _ in range(num_columns)]
         self.states: list[int] = []
 
     def take(self, pages: Sequence[Page], states: Sequence[int]) -> None:
-        """Pages in order, holes left out, and states."""
+        """Add pages in order, without holes, and states."""
         for page in pages:
             for column, id in enumerate(page.ids):
                 if id != HOLE:
@@ -29,7 +29,7 @@ class Harvest:
         self.states += states
 
     def with_end_of(self, node: Node, keep: int, end: int) -> Harvest:
-        """What it would be with all of a node behind the first pages, which end at `end`."""
+        """Return what it would be with everything of a node after its first pages, which end at `end`."""
         more = Harvest(len(self.columns))
         more.columns, more.states = [list(ids) for ids in self.columns], list(self.states)
         more.take(node.pages[keep:], [state for length, state in node.checkpoints.items() if length > end])
@@ -41,7 +41,7 @@ class Harvest:
 
 
 def cut(forest: Forest, bulletin: Bulletin, node: Node, keep: int, harvest: Harvest) -> None:
-    """Frees a node's pages behind the first few; a node left without any goes."""
+    """Free a node's pages after the first few; remove a node that has none left."""
     end = node.begin + keep * forest.page_tokens
     states = sorted(it for it in node.checkpoints.items() if it[0] > end)
     bulletin.tell_run(Removed, node, keep, states)
@@ -56,7 +56,7 @@ def cut(forest: Forest, bulletin: Bulletin, node: Node, keep: int, harvest: Harv
 
 
 def evict(forest: Forest, bulletin: Bulletin, is_enough: Callable[[Harvest], bool]) -> Freed:
-    """Trims the coldest leaves until what came free is enough; the caller knows that there is enough."""
+    """Trim the coldest leaves until enough is freed; the caller has checked that there is enough."""
     harvest = Harvest(len(forest.windows))
     while not is_enough(harvest):
         node = next(node for node in forest.order if not node.children)
@@ -79,12 +79,12 @@ def evict(forest: Forest, bulletin: Bulletin, is_enough: Callable[[Harvest], boo
 
 
 def drop(forest: Forest, bulletin: Bulletin, namespace: bytes) -> Freed:
-    """Takes a namespace out of the forest; what leases protect stays, apart."""
+    """Remove a namespace from the forest; what leases protect is kept separately."""
     harvest = Harvest(len(forest.windows))
     root = forest.roots.pop(namespace, None)
     if root is not None:
         nodes = root.tree()[1:]
-        for node in nodes:  # those that stay cannot be found either
+        for node in nodes:  # protected ones cannot be found either
             bulletin.tell_run(Removed, node, 0, sorted(node.checkpoints.items()))
         root.is_dropped = True
         forest.dropped.append(root)

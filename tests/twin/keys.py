@@ -1,4 +1,4 @@
-"""Keys of contents. In: a namespace and pages; out: 64 bits per page that name everything up to its end.
+"""Content keys. In: a namespace and pages; out: 64 bits per page that identify everything up to its end.
 
 The same rule as native/core/content_key.hpp, written a second time.
 """
@@ -25,7 +25,7 @@ def _key_of_bytes(data: bytes) -> int:
 
 
 def page_keys(namespace: bytes, pages: Iterable[Sequence[Element]]) -> list[int]:
-    """The key of each page; the pages begin a sequence."""
+    """Return the key of each page; the pages begin a sequence."""
     key, keys = _key_of_bytes(namespace), []
     for page in pages:
         for element in page:
@@ -40,7 +40,7 @@ def page_keys(namespace: bytes, pages: Iterable[Sequence[Element]]) -> list[int]
 
 
 def ranges_of(elements: Iterable[Element], position: int) -> tuple[tuple[int, int, bytes], ...]:
-    """The extra keys over these elements, which stand at `position`, as (begin, end, key)."""
+    """Return the extra keys over these elements, which begin at `position`, as (begin, end, key)."""
     ranges: list[tuple[int, int, bytes]] = []
     before: tuple[int, bytes] | None = None
     for at, element in enumerate(elements, position):

@@ -1,4 +1,4 @@
-"""The twin's nodes and their order. In: pages; out: runs that split, are protected, and go coldest first.
+"""The twin's nodes and their order. In: pages; out: runs that split, are protected and evicted.
 
 Pages are objects, and an object's identity is its birth: a page that is stored again, or gets other ids, is
 another object.
@@ -19,7 +19,7 @@ class Page:
     __slots__ = ("elements", "ids")
 
     def __init__(self, elements: tuple[Element, ...], ids: list[int]) -> None:
-        self.elements, self.ids = elements, ids  # ids: one a column
+        self.elements, self.ids = elements, ids  # ids: one per column
 
 
 class Node:
@@ -33,8 +33,8 @@ class Node:
         self.by_first: dict[tuple[Element, ...], Node] = {}
         self.checkpoints: dict[int, int] = {}  # length → state id, begin < length <= end
         self.leases = 0
-        self.family = object()  # of the run it is a part of: both halves of a split have the same
-        self.trimmed = False  # lost its tail: never grows again
+        self.family = object()  # of its run: both halves of a split have the same
+        self.trimmed = False  # it lost its tail and never grows again
         self.is_dropped = False  # of a root
 
     def path(self) -> list[Node]:
@@ -61,14 +61,14 @@ class Node:
         return {length: state for node in self.path() for length, state in node.checkpoints.items()}
 
     def detach(self, first: Page) -> None:
-        """Takes it, whose first page this was, from its parent."""
+        """Remove this node, whose first page is given, from its parent."""
         assert self.parent is not None
         self.parent.children.remove(self)
         del self.parent.by_first[first.elements]
 
 
 class Forest:
-    """The trees of all namespaces, and the order in which their unprotected nodes go."""
+    """The trees of all namespaces, and the order in which their unprotected nodes are evicted."""
 
     def __init__(self, page_tokens: int, windows: tuple[int | None, ...], has_states: bool) -> None:
         self.page_tokens, self.windows, self.has_states = page_tokens, windows, has_states
@@ -76,7 +76,7 @@ class Forest:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all nodes."""
+        """Forget all nodes."""
         self.roots: dict[bytes, Node] = {}
         self.dropped: list[Node] = []  # roots that leases keep
         self.order: list[Node] = []  # unprotected nodes, coldest first
@@ -87,7 +87,7 @@ class Forest:
         return self.clock
 
     def number(self) -> int:
-        """A number that no node had before."""
+        """Return a number that no node had before."""
         self.last_number += 1
         return self.last_number
 
@@ -100,13 +100,13 @@ class Forest:
         return [node for root in (*self.roots.values(), *self.dropped) for node in root.tree()]
 
     def root(self, namespace: bytes, now: int) -> Node:
-        """The root of a namespace, made if there is none."""
+        """Return the root of a namespace, and make it if it does not exist."""
         if namespace not in self.roots:
             self.roots[namespace] = Node(self.number(), None, namespace, 0, now)
         return self.roots[namespace]
 
     def tidy(self, root: Node) -> None:
-        """A root without children and leases goes."""
+        """Remove a root without children and leases."""
         if root.children or root.leases:
             return
         if root.is_dropped:
@@ -148,7 +148,7 @@ class Forest:
         return n * self.page_tokens
 
     def split(self, node: Node, num_pages: int) -> Node:
-        """Cuts a node after this many of its pages; the upper half is new and returned."""
+        """Cut a node after this many of its pages; return the upper half, which is new."""
         parent = node.parent
         assert parent is not None
         assert 0 < num_pages < len(node.pages)
@@ -168,7 +168,7 @@ class Forest:
         return upper
 
     def rejoin(self, node: Node) -> None:
-        """Joins halves of a run again, from a node upwards, where nothing tells them apart any more."""
+        """Join halves of a run again, from a node upwards, if nothing distinguishes them any more."""
         while node.parent is not None and node.leases == 0:
             upper = node.parent
             if upper.parent is None or upper.leases > 0 or upper.used != node.used:
@@ -179,7 +179,7 @@ class Forest:
                 node = upper
 
     def join(self, upper: Node, node: Node) -> None:
-        """The lower half becomes the whole."""
+        """Let the lower half become the whole."""
         parent = upper.parent
         assert parent is not None
         node.pages, node.begin, node.parent = upper.pages + node.pages, upper.begin, parent
@@ -189,7 +189,7 @@ class Forest:
         self.order.remove(upper)
 
     def split_at(self, node: Node, length: int) -> Node:
-        """The node on the path up from this one that ends at a length, cut there if need be."""
+        """Return the node on the path up from this one that ends at a length, cut there if necessary."""
         while node.parent is not None and node.begin >= length:
             node = node.parent
         if node.parent is not None and length < self.end(node):
@@ -197,7 +197,7 @@ class Forest:
         return node
 
     def grow_or_add(self, last: Node, leases: int, now: int) -> Node:
-        """The node that takes pages behind the end of one: itself, if nobody else has to do with it."""
+        """Return the node that takes pages after the end of one: itself, if nothing else uses it."""
         if last.parent is not None and not last.children and not last.trimmed and last.leases == leases:
             return last
         node = Node(self.number(), last, last.namespace, self.end(last), now)
@@ -206,14 +206,14 @@ class Forest:
         return node
 
     def pages_before(self, node: Node, num_pages: int) -> int:
-        """How much of a node is left when its first pages lose their last stretch."""
+        """Return how much of a node is left when its first pages lose their last stretch."""
         if not self.has_states:
             return num_pages - 1
         counts = [(length - node.begin) // self.page_tokens for length in node.checkpoints]
         return max((n for n in counts if n < num_pages), default=0)
 
     def touch(self, nodes: Iterable[Node], now: int) -> None:
-        """Nodes, deepest first, become the most recently used, as far as nobody protects them."""
+        """Make the unprotected ones of these nodes, deepest first, the most recently used."""
         for node in nodes:
             if node.leases == 0 and node.parent is not None:
                 node.used = now
@@ -222,7 +222,7 @@ class Forest:
                 self.order.append(node)
 
     def protect(self, nodes: Iterable[Node], now: int) -> None:
-        """One lease more."""
+        """Add a lease."""
         for node in nodes:
             node.leases += 1
             if node.leases == 1 and node.parent is not None:
@@ -230,20 +230,20 @@ class Forest:
                 self.order.remove(node)
 
     def unprotect(self, nodes: Iterable[Node], now: int) -> None:
-        """One lease less, deepest node first."""
+        """Remove a lease, deepest node first."""
         for node in nodes:
             node.leases -= 1
             self.touch([node], now)
 
     def chill(self, tail: Sequence[Node]) -> None:
-        """A tail, deepest node first, becomes the coldest."""
+        """Make a tail, deepest node first, the coldest."""
         for node in reversed(tail):
             node.used = self.cold
             self.order.remove(node)
             self.order.insert(0, node)
 
     def bury(self, path: Iterable[Node]) -> None:
-        """Nodes that nobody can find any more, deepest first, become as cold as their children are."""
+        """Make nodes that cannot be found any more, deepest first, as cold as their children."""
         for node in path:
             if node.leases > 0 or node.parent is None:
                 return
@@ -253,7 +253,7 @@ class Forest:
             self.order.insert(hottest + 1, node)
 
     def own_tail(self, node: Node) -> list[Node]:
-        """From a node upwards: what one lease alone protects and nothing else continues."""
+        """Return, from a node upwards, what one lease alone protects and nothing else continues."""
         tail: list[Node] = []
         for it in node.path()[:-1]:
             if it.leases > 1 or it.children != tail[-1:]:

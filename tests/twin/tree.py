@@ -1,6 +1,6 @@
 """`PrefixTree` in plain Python, the oracle of its tests. In: tokens; out: the ids of their pages.
 
-The same calls, errors, nodes, order and events as docs/tree.md says, written to be read, not to be fast.
+The same calls, errors, nodes, order and events as in docs/tree.md, written for clarity, not for speed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MOST = 2**63 - 1
 
 
 class PrefixTwin:
-    """A prefix tree over pages of `page_tokens` tokens, one column of page ids a paged group."""
+    """A prefix tree over pages of `page_tokens` tokens, with one column of page ids per paged group."""
 
     def __init__(
         self,
@@ -56,9 +56,11 @@ class PrefixTwin:
             as_int(capacity, "capacity", 0, 2**31 - 1)
             if not isinstance(states, bool):
                 raise ArgumentError("states: give True or False")
-            given = as_items(windows, "windows", "None or a number of tokens, one a column")
+            given = as_items(windows, "windows", "windows, one per column: None, or 1 token or more")
             if not given:
-                raise ArgumentError("windows: give one entry a column")
+                raise ArgumentError(
+                    "windows: give a list or tuple of windows, one per column: None, or 1 token or more"
+                )
             columns = tuple(None if it is None else as_int(it, "windows", 1, 2**31 - 1) for it in given)
         except ArgumentError as error:
             raise ConfigError(str(error)) from None
@@ -69,53 +71,53 @@ class PrefixTwin:
 
     @property
     def page_tokens(self) -> int:
-        """Tokens a page. O(1)."""
+        """Tokens per page."""
         return self._forest.page_tokens
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """A column's window in tokens, or None. O(1)."""
+        """The window of each column in tokens, or None."""
         return self._forest.windows
 
     @property
     def has_states(self) -> bool:
-        """Whether it holds checkpoints. O(1)."""
+        """Whether prefixes are usable only at checkpoints."""
         return self._forest.has_states
 
     @property
     def num_tokens(self) -> int:
-        """Tokens stored. O(pages)."""
+        """Number of cached tokens."""
         return self.counts().tokens.total
 
     @property
     def evictable_tokens(self) -> int:
-        """Tokens that no lease protects. O(pages)."""
+        """Number of tokens that no lease protects."""
         return self.counts().tokens.evictable
 
     @property
     def protected_tokens(self) -> int:
-        """Tokens that leases protect. O(pages)."""
+        """Number of tokens that leases protect."""
         return self.counts().tokens.protected
 
     @property
     def num_nodes(self) -> int:
-        """Runs. O(pages)."""
+        """Number of nodes."""
         return self.counts().nodes
 
     @property
     def num_leaves(self) -> int:
-        """Runs without children. O(pages)."""
+        """Number of nodes without children."""
         return self.counts().leaves
 
     @property
     def num_leases(self) -> int:
-        """Leases held. O(1)."""
+        """Number of leases that are not released yet."""
         return len(self._leases)
 
     # Finding
 
     def match(self, tokens: Any, namespace: bytes | str = b"", extra_keys: Any = ()) -> Match:
-        """The longest usable prefix. Nothing changes, nobody owns more. Cost: its pages.
+        """Find the longest usable prefix. Nothing changes.
 
         Errors: OutOfRangeError for a token, ArgumentError.
         """
@@ -131,7 +133,7 @@ class PrefixTwin:
         return Match(length, len(found) * self.page_tokens, columns, state_id, self, name, kept)
 
     def match_length(self, tokens: Any, namespace: bytes | str = b"", extra_keys: Any = ()) -> int:
-        """As `match`, the length alone."""
+        """Return the length of `match` alone."""
         return self.match(tokens, namespace, extra_keys).length
 
     def match_many(self, prompts: Any, namespaces: Any = None, extra_keys: Any = None) -> list[Match]:
@@ -141,32 +143,32 @@ class PrefixTwin:
             namespaces = [b"" if namespaces is None else namespaces] * len(all_tokens)
         if extra_keys is None:
             extra_keys = [()] * len(all_tokens)
-        names = as_items(namespaces, "namespaces", "one a prompt")
-        ranges = as_items(extra_keys, "extra_keys", "one list a prompt")
+        names = as_items(namespaces, "namespaces", "namespaces, one per prompt")
+        ranges = as_items(extra_keys, "extra_keys", "lists of extra keys, one per prompt")
         if not len(names) == len(ranges) == len(all_tokens):
-            raise ArgumentError("give one namespace and one list of extra keys a prompt")
+            raise ArgumentError("prompts: give one namespace and one list of extra keys per prompt")
         return [self.match(*call) for call in zip(all_tokens, names, ranges, strict=True)]
 
     def match_lengths(self, prompts: Any, namespaces: Any = None, extra_keys: Any = None) -> Ints:
-        """As `match_many`, the lengths alone."""
+        """Return the lengths of `match_many` alone."""
         return as_array([match.length for match in self.match_many(prompts, namespaces, extra_keys)])
 
     # Leases
 
     def _held(self, lease: Lease) -> Lease:
-        """A lease of this tree that is held."""
+        """Return a lease of this tree that is held."""
         if not isinstance(lease, Lease) or lease._tree is not self:
-            raise ArgumentError("lease: give one of this tree")
+            raise ArgumentError("lease: it belongs to another tree")
         if not lease._held:
-            raise NotHeldError(f"lease {lease.number} was released", lease.number, 0)
+            raise NotHeldError(f"lease {lease.number} was already released", lease.number, 0)
         if lease._epoch != self._epoch:
             raise StaleError(f"lease {lease.number} is from before the tree was reset")
         return lease
 
     def lock(self, match: Match) -> Lease:
-        """Protects what is still there of a match. Cost: its pages. ArgumentError: another tree's match."""
+        """Protect what is still cached of a match. Errors: ArgumentError for a match of another tree."""
         if not isinstance(match, Match) or match._tree is not self:
-            raise ArgumentError("match: give one of this tree")
+            raise ArgumentError("match: it belongs to another tree")
         forest = self._forest
         now = forest.tick()
         node = forest.root(match._namespace, now)
@@ -187,18 +189,19 @@ class PrefixTwin:
         return lease
 
     def demote(self, lease: Lease) -> None:
-        """The lease's own tail will be the coldest once it is released. O(1). NotHeldError, StaleError."""
+        """Make the lease's own tail the coldest once it is released. Errors: NotHeldError, StaleError."""
         self._held(lease)._demoted = True
 
     def release(self, lease: Lease) -> None:
-        """Gives a lease back; what nobody else protects is evictable. Cost: its nodes.
+        """Release a lease; what no other lease protects becomes evictable.
 
-        Errors: DoubleFreeError the second time, StaleError after a reset, ArgumentError for another tree's.
+        Errors: DoubleFreeError the second time; StaleError after a reset; ArgumentError for a lease of
+        another tree.
         """
         try:
             self._held(lease)
         except NotHeldError:
-            message = f"lease {lease.number} was released before"
+            message = f"lease {lease.number} was already released"
             raise DoubleFreeError(message, lease.number, 0) from None
         forest, path = self._forest, lease._node.path()
         now, tail, is_dropped = forest.tick(), list[Node](), path[-1].is_dropped
@@ -216,7 +219,7 @@ class PrefixTwin:
         del self._leases[lease.number]
 
     def page_ids(self, lease: Lease, column: int = 0) -> Ints:
-        """[length / page_tokens] ids along a lease's path, holes −1; still the tree's. Cost: the pages.
+        """Return the page ids of a lease, [length / page_tokens]; −1 for holes. The tree still owns them.
 
         Errors: NotHeldError, StaleError, ArgumentError.
         """
@@ -239,10 +242,10 @@ class PrefixTwin:
         extra_keys: Any = (),
         checkpoints: Any = (),
     ) -> Inserted:
-        """Stores a sequence, or what follows a lease; `Inserted` says who owns the ids.
+        """Store a sequence, or what follows a lease; `Inserted` says which ids the tree took.
 
-        Cost: the pages given. Errors: OutOfRangeError for a token or an id, StaleError for a lease from
-        before a reset or whose namespace was dropped, NotHeldError, ArgumentError.
+        Errors: OutOfRangeError for a token or an id; StaleError for a lease from before a reset or whose
+        namespace was dropped; NotHeldError; ArgumentError.
         """
         forest, size = self._forest, self.page_tokens
         name = as_bytes(b"" if namespace is None else namespace, "namespace")
@@ -250,9 +253,9 @@ class PrefixTwin:
         if lease is not None:
             base, start = self._held(lease).length, lease._node
             if namespace is not None:
-                raise ArgumentError("namespace: with a lease it is the lease's own")
+                raise ArgumentError("namespace: leave it out, the lease has its own")
             if start.path()[-1].is_dropped:
-                raise StaleError(f"lease {lease.number} is of a namespace that was dropped")
+                raise StaleError(f"lease {lease.number} belongs to a namespace that was dropped: release it")
         given = read_tokens(tokens)
         pages = elements_of(given, extra_keys, base, size)
         columns = read_columns(page_ids, len(given), self.windows, size)
@@ -280,7 +283,7 @@ class PrefixTwin:
             length = forest.usable(reach, last.checkpoints_to_end())
             if lease is not None:
                 self._move(lease, forest.split_at(last, length), length, now)
-            # What is stored makes all above it as hot as itself: a child is never hotter than its parent.
+            # What is stored makes everything above it as hot: a child is never hotter than its parent.
             if lease is None or to > matched:
                 used = last if to > matched else forest.split_at(last, length)
                 forest.touch(used.path(), now)
@@ -290,7 +293,7 @@ class PrefixTwin:
         return Inserted(base + matched * size, base + to * size, length, filled, states)
 
     def _fill(self, path: list[tuple[Node, int]], columns: list[list[int]], base: int) -> tuple[Ints, ...]:
-        """Ids for the holes of a path that begins at page `base`; the pages that were filled, a column."""
+        """Fill the holes of a path that begins at page `base`; return the pages filled in each column."""
         filled: list[list[int]] = [[] for _ in columns]
         begin = 0
         for node, n in path:
@@ -308,7 +311,7 @@ class PrefixTwin:
     def _add_checkpoints(
         self, path: list[tuple[Node, int]], wanted: list[tuple[int, int]]
     ) -> list[tuple[int, int]]:
-        """Checkpoints on pages that are there; those that were taken."""
+        """Add checkpoints on cached pages; return those that were taken."""
         taken = []
         for length, state in wanted:
             for node, n in path:
@@ -324,7 +327,7 @@ class PrefixTwin:
     def _append(
         self, last: Node, pages: list[Page], states: list[tuple[int, int]], lease: Lease | None, now: int
     ) -> Node:
-        """Pages behind the end of a node; the node that they lie in."""
+        """Append pages after the end of a node; return the node that they are in."""
         is_own = lease is not None and lease._node is last
         node = self._forest.grow_or_add(last, 1 if is_own else 0, now)
         if node is not last:
@@ -336,7 +339,7 @@ class PrefixTwin:
         return node
 
     def _move(self, lease: Lease, node: Node, length: int, now: int) -> None:
-        """A lease now ends at the end of this node."""
+        """Let a lease end at the end of this node."""
         before, after = lease._node.path(), node.path()
         self._forest.protect([it for it in after if it not in before], now)
         self._forest.unprotect([it for it in before if it not in after], now)
@@ -345,9 +348,9 @@ class PrefixTwin:
     def replace(
         self, tokens: Any, page_ids: Any, *, namespace: bytes | str = b"", extra_keys: Any = ()
     ) -> tuple[Ints, ...]:
-        """Gives stored pages other ids; the old ones, an array a column, are the caller's. Cost: the pages.
+        """Replace the ids of cached pages; the caller owns the old ones, one array per column.
 
-        Errors: ArgumentError when not all whole pages are there, OutOfRangeError for a token or an id.
+        Errors: ArgumentError if not all whole pages are cached; OutOfRangeError for a token or an id.
         """
         forest, name = self._forest, as_bytes(namespace, "namespace")
         given = read_tokens(tokens)
@@ -356,7 +359,7 @@ class PrefixTwin:
         path = forest.descend(forest.roots[name], pages) if name in forest.roots else []
         places = [(node, index) for node, n in path for index in range(n)]
         if len(places) < len(pages):
-            raise ArgumentError(f"tokens: {len(places)} of {len(pages)} pages are there")
+            raise ArgumentError(f"tokens: only {len(places)} of {len(pages)} pages are in the tree")
         old = [node.pages[index] for node, index in places]
         new = [Page(it, list(ids)) for it, *ids in zip(pages, *columns, strict=False)]
         for page, (node, index) in zip(new, places, strict=True):
@@ -370,14 +373,14 @@ class PrefixTwin:
         return tuple(as_array([page.ids[column] for page in old]) for column in range(len(columns)))
 
     def punch(self, lease: Lease, column: int, end: int) -> Ints:
-        """Makes holes of a window column's pages before `end`; their ids are the caller's. Cost: the pages.
+        """Turn a window column's pages before `end` into holes; the caller owns their ids.
 
         Only in runs that no other lease protects. Errors: NotHeldError, StaleError, ArgumentError.
         """
         path = self._held(lease)._node.path()
         column = self._column(column)
         if self.windows[column] is None:
-            raise ArgumentError(f"column: {column} has no window")
+            raise ArgumentError(f"column: {column} has no window, so all of its pages are needed")
         end = as_int(end, "end", 0, MOST)
         punched: list[Page] = []
         for node in reversed(path):
@@ -396,9 +399,9 @@ class PrefixTwin:
     # Freeing
 
     def evict(self, n: int, column: int = 0) -> Freed:
-        """Frees ⌈n / page_tokens⌉ pages of a column off the coldest leaves' tails; they are the caller's.
+        """Free ⌈n / page_tokens⌉ pages of a column from the coldest leaves; the caller owns them.
 
-        Cost: O(pages). More than is evictable: CapacityError.
+        Errors: CapacityError if fewer are evictable.
         """
         n, column = as_int(n, "n", 0, MOST), self._column(column)
         wanted, counts = -(-n // self.page_tokens), self.counts()
@@ -413,9 +416,9 @@ class PrefixTwin:
         return freed
 
     def evict_states(self, n: int) -> Freed:
-        """As `evict`, until n checkpoints came free. ArgumentError: a tree without states."""
+        """Like `evict`, until n checkpoints are freed. Errors: ArgumentError for a tree without states."""
         if not self.has_states:
-            raise ArgumentError("this tree was made without states")
+            raise ArgumentError("evict_states: this tree was built without states")
         n, there = as_int(n, "n", 0, MOST), self.counts().states
         if n > there.evictable:
             raise CapacityError("evictable states", n, there.evictable, there.total)
@@ -424,7 +427,7 @@ class PrefixTwin:
         return freed
 
     def drop(self, namespace: bytes | str) -> Freed:
-        """Forgets a namespace; the freed ids are the caller's. Cost: its pages.
+        """Forget a namespace; the caller owns the freed ids.
 
         What leases protect stays theirs until they are released.
         """
@@ -434,7 +437,7 @@ class PrefixTwin:
         return freed
 
     def reset(self) -> None:
-        """Forgets everything, leases included; all ids are the caller's again. O(1)."""
+        """Forget everything, leases included; the caller owns all ids again."""
         if self._forest.all_nodes():
             self._bulletin.tell_reset()
         self._forest.clear()
@@ -442,20 +445,20 @@ class PrefixTwin:
         self._epoch += 1
         self._bulletin.deliver()
 
-    # Looking
+    # Inspecting
 
     def namespaces(self) -> list[bytes]:
-        """The names in use, sorted. O(namespaces)."""
+        """Return the namespaces in use, sorted."""
         return sorted(self._forest.roots)
 
     def counts(self) -> TreeCounts:
-        """What is there, and how it divides. O(pages)."""
+        """Return what is cached, and how it divides."""
         return count(self._forest, len(self._leases))
 
     def nodes(
         self, max_nodes: int = 1000, max_tokens: int = 32, namespace: bytes | str | None = None
     ) -> list[NodeView]:
-        """The first nodes, with their first tokens, to look at. Cost: O(pages)."""
+        """Return the first nodes, with their first tokens."""
         max_nodes, max_tokens = (
             as_int(max_nodes, "max_nodes", 0, MOST),
             as_int(max_tokens, "max_tokens", 0, MOST),
@@ -464,14 +467,14 @@ class PrefixTwin:
         return view(self._forest, max_tokens, name)[:max_nodes]
 
     def check(self) -> None:
-        """Recomputes what is kept twice; InvariantError names the first difference. O(pages)."""
+        """Recompute what is kept twice. Errors: InvariantError for the first difference."""
         check(self._forest, self._leases.values())
 
     def listen(self, listener: Listener) -> None:
-        """Tells what can be found, then each later event. ArgumentError: not callable."""
+        """Report what can be found, then each later event. Errors: ArgumentError if it is not callable."""
         roots = sorted(self._forest.roots.values(), key=lambda root: root.namespace)
         self._bulletin.add(listener, [node for root in roots for node in root.tree()[1:]])
 
     def unlisten(self, listener: Listener) -> None:
-        """Ends that. Cost: O(listeners). ArgumentError: it does not listen."""
+        """Stop calling a listener. Errors: ArgumentError if it does not listen."""
         self._bulletin.remove(listener)

@@ -1,4 +1,4 @@
-"""What the twin gives back. Plain values, but for the lease, which its tree keeps up to date."""
+"""What the twin returns. Plain values, except for the lease, which its tree keeps up to date."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Freed", "Inserted", "Lease", "Match"]
 
 @dataclass(frozen=True)
 class Match:
-    """What was found; protects nothing."""
+    """What was found. Protects nothing."""
 
     length: int
     found: int
@@ -24,11 +24,11 @@ class Match:
     state_id: int | None
     _tree: PrefixTwin = field(repr=False)
     _namespace: bytes = field(repr=False)
-    _pages: tuple[Page, ...] = field(repr=False)  # the very objects
+    _pages: tuple[Page, ...] = field(repr=False)  # the same objects as in the tree
 
     @property
     def page_ids(self) -> Ints:
-        """Those of column 0. O(1)."""
+        """Those of column 0."""
         return self.columns[0]
 
 
@@ -42,12 +42,12 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether it is not yet released. O(1)."""
+        """Whether it is not released yet."""
         return self._held and self._epoch == self._tree._epoch
 
     @property
     def state_id(self) -> int | None:
-        """The state of the checkpoint where it ends. O(1)."""
+        """State id of the checkpoint where it ends."""
         return self._node.checkpoints.get(self.length) if self.is_held else None
 
     def __enter__(self) -> Lease:
@@ -60,7 +60,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class Inserted:
-    """What an insert did; the tree now owns the ids of pages present … stored and of those filled."""
+    """What an insert did; the tree now owns the page ids between present and stored and those filled."""
 
     present: int
     stored: int
@@ -78,5 +78,5 @@ class Freed:
 
     @property
     def page_ids(self) -> Ints:
-        """Those of column 0. O(1)."""
+        """Those of column 0."""
         return self.columns[0]

@@ -1,4 +1,4 @@
-"""The twin looked at from outside. In: its nodes; out: counts, views, and whether all is right."""
+"""Views of the twin. In: its nodes; out: counts, node views, and the check of its invariants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check", "count", "view"]
 
 
 def count(forest: Forest, num_leases: int) -> TreeCounts:
-    """What is there, and how it divides."""
+    """Return what is cached, and how it divides."""
     nodes = [node for node in forest.all_nodes() if node.parent is not None]
 
     def tally(of: Callable[[Node], int]) -> Tally:
@@ -36,7 +36,7 @@ def count(forest: Forest, num_leases: int) -> TreeCounts:
 
 
 def view(forest: Forest, max_tokens: int, namespace: bytes | None) -> list[NodeView]:
-    """All nodes of a namespace, or of all: living ones by name, then dropped ones."""
+    """Return all nodes of a namespace, or of all namespaces: live ones by name, then dropped ones."""
     roots = sorted(forest.roots.values(), key=lambda root: root.namespace)
     roots += sorted(forest.dropped, key=lambda root: root.number)
     views: list[NodeView] = []
@@ -76,7 +76,7 @@ def _view(forest: Forest, node: Node, root: Node, level: int, max_tokens: int, v
 
 
 def check(forest: Forest, leases: Collection[Lease]) -> None:
-    """Recomputes what is kept twice; InvariantError names the first difference."""
+    """Recompute what is kept twice. Errors: InvariantError for the first difference."""
 
     def must(number: int, is_so: bool, message: str) -> None:
         if not is_so:
@@ -90,8 +90,8 @@ def check(forest: Forest, leases: Collection[Lease]) -> None:
             must(12, node in held, f"lease {lease.number} holds a node that is gone")
             held[node] += 1
     place = {node: index for index, node in enumerate(forest.order)}
-    must(12, len(place) == len(forest.order), "a node twice in the order")
-    must(12, place.keys() <= held.keys(), "a node in the order that is gone")
+    must(12, len(place) == len(forest.order), "a node is in the order twice")
+    must(12, place.keys() <= held.keys(), "a node in the order is gone")
     for node in nodes:
         what, parent = f"node {node.number}", node.parent
         first_pages = {child.pages[0].elements: child for child in node.children if child.pages}

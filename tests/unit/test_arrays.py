@@ -91,7 +91,7 @@ def test_one_element_has_no_stride_that_matters(one: object):
         (torch.ones(3, dtype=torch.int32).to_sparse(), "read"),
         ([1.5], "integer"),
         ([2**31], "2147483648"),
-        ([10**5000], "more than 64 bits"),
+        ([10**5000], "exceeds 64 bits"),
         (["1"], "integer"),
         ([None], "integer"),
         ("12", "str"),

@@ -550,7 +550,7 @@ def test_a_request_that_neither_reads_nor_stores():
     assert manager.stored(got.row) == 0
     assert manager.first_pages(got.row, "window") == 2
     assert group(manager, "window").running == 1  # those before the window are free
-    with pytest.raises(ArgumentError, match=r"not stored.*store=False"):
+    with pytest.raises(ArgumentError, match=r"not cached.*store=False"):
         manager.fork(got.row)
     manager.check()
     manager.release(got.row)
@@ -594,7 +594,7 @@ def test_a_request_that_does_not_store_reads_and_leaves_nothing():
     compute(manager, got.row, tokens(14), 8)
     assert (manager.stored(got.row), manager.committed(got.row)) == (8, 14)
     assert manager.hit(tokens(20)) == 8
-    with pytest.raises(ArgumentError, match="is not stored"):
+    with pytest.raises(ArgumentError, match="tokens are not cached"):
         manager.fork(got.row)
     manager.check()
     manager.release(got.row)
@@ -614,13 +614,14 @@ def test_max_hit_limits_the_hit(max_hit: int, hit: int):
     manager.check()
 
 
-def test_max_hit_looks_at_tokens_behind_it_too():
+def test_tokens_after_max_hit_are_checked_too():
     manager = make()
     for bad, error in ((-1, ArgumentError), ("4", ArgumentError), (2**31, ArgumentError)):
         with pytest.raises(error, match="max_hit"):
             manager.admit([1], max_hit=bad)
-    with pytest.raises(OutOfRangeError):
+    with pytest.raises(OutOfRangeError, match=r"tokens\[4\] = -5 is out of range") as caught:
         manager.admit([1, 2, 3, 4, -5, 6], max_hit=4)
+    assert (caught.value.id, caught.value.position) == (-5, 4)
     assert manager.stats().rows == 0
 
 
@@ -1142,7 +1143,7 @@ def test_a_plan_that_is_refused_changes_nothing():
         (lambda: manager.plan([a, b], [1, -1]), ArgumentError, "counts"),
         (lambda: manager.plan([a, b], [1]), ArgumentError, "1 entries for 2 rows"),
         (lambda: manager.plan(a, -1), ArgumentError, "counts"),
-        (lambda: manager.plan([a, b, a]), AlreadyHeldError, "named twice"),
+        (lambda: manager.plan([a, b, a]), AlreadyHeldError, "is duplicated"),
         (lambda: manager.plan([a, 0]), OutOfRangeError, "out of range"),
         (lambda: manager.plan([a, 5]), NotHeldError, "not running"),
     ):
@@ -1361,7 +1362,7 @@ def test_invalidate_names_who_reads_and_nobody_finds_it():
     manager.reserve(reader, 8)
     compute(manager, reader, tokens(8, 13))
     assert manager.admit(tokens(22), reserve=0).hit == 4  # nor what continues it
-    with pytest.raises(ArgumentError, match="is not stored, so it cannot be forked"):
+    with pytest.raises(ArgumentError, match="cannot be forked, because its tokens are not cached"):
         manager.fork(reader)
     compute(manager, other, [99, 99])
     manager.check()

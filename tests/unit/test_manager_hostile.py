@@ -568,21 +568,21 @@ def test_the_head_and_the_directory_of_a_delta_are_looked_through():
         with pytest.raises(ArgumentError, match=words):
             Delta(bad)
 
-    refused("do not begin with its format", 0, 1)
+    refused("do not start with the format word", 0, 1)
     for at in (1, 2, 3):
         refused("negative", at, -1)
     refused("too many groups", 3, 2**31 - 1)
     for n in (-1, len(good), 2**31 - 1, -(2**31)):
-        refused("directory is cut off", 4, n)
+        refused("directory is truncated", 4, n)
     for i, (kind, group, begin, size) in enumerate(entries.tolist()):
         at = 5 + 4 * i
         refused("differ in size", at, 99)  # one of two that belong together is missing
         for other in (-1, 2, 2**31 - 1):
-            refused("of no group", at + 1, other)
+            refused("belongs to no group", at + 1, other)
         for other in (-1, 0, end - 1, len(good), 2**31 - 1):
-            refused("cut off", at + 2, other)
+            refused("truncated", at + 2, other)
         for other in (-1, len(good) - begin + 1, 2**31 - 1):
-            refused("cut off", at + 3, other)
+            refused("truncated", at + 3, other)
         refused("differ in size", at + 3, size - 1)
         if i > 0 and entries[i - 1][1] == group:  # each kind once per group, in the order of the format
             refused("out of order", at, int(entries[i - 1][0]))

@@ -251,7 +251,7 @@ def step_of(**rows: Any) -> Delta:
 WRONG = [
     # Places: before the tables, in the padding row of each group, behind the tables.
     (delta_of(1, [5, -1], [1, 1], NONE), OutOfRangeError, r"places\[1\] = -1"),
-    (delta_of(1, [5, 4], [1, 1], NONE), OutOfRangeError, r"places\[1\] = 4 .*row 0 are padding"),
+    (delta_of(1, [5, 4], [1, 1], NONE), OutOfRangeError, r"places\[1\] = 4 .*row 0 is padding"),
     (delta_of(1, [0], [0], NONE), OutOfRangeError, r"places\[0\] = 0 "),
     (delta_of(1, [20], [1], NONE), OutOfRangeError, r"places\[0\] = 20 "),
     (delta_of(1, [29], [1], NONE), OutOfRangeError, r"places\[0\] = 29 "),
@@ -272,13 +272,13 @@ WRONG = [
     (
         delta_of(1, [5], [1], [([1, 2], [3, 3]), ([], [])]),
         ArgumentError,
-        "a page of group full is copied to twice",
+        "a page of group full is the target of two copies",
     ),
     # Deltas of somebody else.
     (
         delta_of(1, [5], [1], [([], [])]),
         ArgumentError,
-        "it has 1 groups, and these pools have 2: full, window",
+        "it has 1 groups, but these pools have 2: full, window",
     ),
     (delta_of(1, [5], [1], [*NONE, ([], [])]), ArgumentError, "it has 3 groups"),
     (delta_of(0, [5], [1], NONE), ArgumentError, "of step 0, .* the next one is step 1"),
@@ -333,18 +333,18 @@ def test_a_delta_with_one_wrong_number_changes_nothing(data: st.DataObject):
 @pytest.mark.parametrize(
     ("at", "value", "said"),
     [
-        (0, 1, "do not begin with its format"),
+        (0, 1, "do not start with the format word"),
         (1, -1, "a negative number"),
         (3, -2, "a negative number"),
-        (4, -1, "the directory is cut off"),
-        (4, 100, "the directory is cut off"),
+        (4, -1, "the directory is truncated"),
+        (4, 100, "the directory is truncated"),
         (4, 1, "belong together differ in size"),
-        (6, 7, "a section is of no group"),
-        (6, -1, "a section is of no group"),
-        (7, 3, "a section is cut off"),
-        (7, 1000, "a section is cut off"),
-        (8, -1, "a section is cut off"),
-        (8, 2**31 - 1, "a section is cut off"),
+        (6, 7, "a section belongs to no group"),
+        (6, -1, "a section belongs to no group"),
+        (7, 3, "a section is truncated"),
+        (7, 1000, "a section is truncated"),
+        (8, -1, "a section is truncated"),
+        (8, 2**31 - 1, "a section is truncated"),
         (8, 2, "belong together differ in size"),
     ],
 )
@@ -382,7 +382,7 @@ def test_steps_follow_each_other():
         pools.apply(delta_of(step, [5], [step], NONE))
     before = content(pools)
     for wrong in (3, 1, 5):  # repeated, long ago, one left out
-        with pytest.raises(ArgumentError, match=f"of step {wrong}, and the next one is step 4"):
+        with pytest.raises(ArgumentError, match=f"of step {wrong}, but the next one is step 4"):
             pools.apply(delta_of(wrong, [5], [7], NONE))
     assert content(pools) == before
     pools.apply(delta_of(4, [], [], NONE))

@@ -148,7 +148,7 @@ def test_a_second_release_takes_nothing_from_others():
     assert mine.number != theirs.number
     tree.release(mine)
     for _ in range(3):
-        with pytest.raises(DoubleFreeError, match="was released before"):
+        with pytest.raises(DoubleFreeError, match="was already released"):
             tree.release(mine)
     assert tree.protected_tokens == 3
     assert theirs.is_held
@@ -197,7 +197,7 @@ def test_a_released_lease_cannot_be_used():
         lambda: tree.demote(lease),
         lambda: tree.page_ids(lease),
     ):
-        with pytest.raises(NotHeldError, match="was released"):
+        with pytest.raises(NotHeldError, match="was already released"):
             call()
     assert snapshot(tree) == before
 

@@ -1,7 +1,8 @@
 """From requests to deltas. In: tokens of requests; out: rows, hits, and what one step computes and changes,
 as plain arrays.
 
-Plans and never touches a tensor; knows no torch. docs/manager.md says exactly what each call does.
+Plans memory without touching a tensor and without torch. docs/manager.md describes each call. Invariants 5
+and 17.
 """
 
 from pagoda._native import Admitted, Pending

@@ -1,6 +1,7 @@
 """What one step computes and changes, in one array that can be pickled and copied to a device at once.
 
-The format of the array is known to native/core/delta.hpp alone; here its sections are views."""
+Only native/core/delta.hpp knows the format of the array; the properties here are views of its sections.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ Int32 = npt.NDArray[np.int32]
 
 
 class Delta:
-    """The rows of one step, and the page copies and table writes that come before it computes.
+    """The rows of one step, and the page copies and table writes to apply before it computes.
 
-    `packed` is the whole of it, [words] int32: what is sent to each rank. Everything else is a view of it.
-    Two deltas are equal when their arrays are. Errors: ArgumentError for an array that is not a delta.
+    `packed` is the complete delta, [words] int32, as sent to each rank. Everything else is a view of it.
+    Two deltas are equal if their arrays are. Errors: ArgumentError for an array that is not a delta.
     """
 
     __slots__ = ("_sections", "packed", "step")
@@ -46,42 +47,42 @@ class Delta:
 
     @property
     def num_groups(self) -> int:
-        """Groups of the manager."""
+        """Number of groups of the manager."""
         return read_delta(self.packed)[1]
 
     @property
     def rows(self) -> Int32:
-        """[rows] int32: the rows that the step computes, in the order that they were planned in."""
+        """[rows] int32: the rows that the step computes, in the order of `Manager.plan`."""
         return self._section("rows")
 
     @property
     def lengths(self) -> Int32:
-        """[rows] int32: tokens of each row once the step is computed."""
+        """[rows] int32: length of each row in tokens once the step is computed."""
         return self._section("lengths")
 
     @property
     def counts(self) -> Int32:
-        """[rows] int32: tokens of each row that the step computes, its last ones."""
+        """[rows] int32: how many tokens of each row the step computes, always its last ones."""
         return self._section("counts")
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes."""
+        """Number of tokens that the step computes."""
         return int(self.counts.sum())
 
     @property
     def places(self) -> Int32:
-        """[writes] int32: places in the page tables of all groups, each once."""
+        """[writes] int32: places to write in the page tables of all groups, without duplicates."""
         return self._section("places")
 
     @property
     def page_ids(self) -> Int32:
-        """[writes] int32: what to write there."""
+        """[writes] int32: the page id to write to each place."""
         return self._section("page_ids")
 
     @property
     def copies(self) -> tuple[tuple[Int32, Int32], ...]:
-        """For each group, sources and targets of page copies: [copies] int32 each."""
+        """Sources and targets of the page copies of each group: [copies] int32 each."""
         return tuple(
             (self._section("sources", group), self._section("targets", group))
             for group in range(self.num_groups)
@@ -89,7 +90,7 @@ class Delta:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of `packed`: what is copied to a device."""
+        """Size of `packed`, which is what a device copy transfers."""
         return self.packed.nbytes
 
     def __eq__(self, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""The object that engines talk to."""
+"""`Manager`, the object that engines talk to: the native core behind a layout. In: requests; out: deltas."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ __all__ = ["Manager"]
 
 
 class Manager(ManagerCore):
-    """Plans the memory of running requests: rows, pages, what is already computed; never touches a tensor.
+    """Plans the memory of running requests: rows, pages, and what is already computed. Touches no tensor.
 
-    `layout` says which groups there are, `capacity` how many pages each has (`Budget.capacity()`),
-    `num_rows` how many requests run at once, `max_tokens` how long one gets. `watermark` pages of each
-    group are out of reach of `admit`, so that running requests can grow. Every call does all it says, or
-    raises and changes nothing. What calls change reaches the pools with the next `plan`. Several threads
-    may call.
+    `layout` has the groups, and `capacity` the number of pages of each (`Budget.capacity()`). At most
+    `num_rows` requests run at once, each with at most `max_tokens` tokens. `admit` leaves `watermark` pages
+    of each group untouched, so that running requests can grow. A call that raises changes nothing. Changes
+    reach the pools with the delta of the next `plan`. A manager may be used from several threads.
 
     ::
 
@@ -34,9 +33,9 @@ class Manager(ManagerCore):
                                                  └─► commit(rows, tokens), now or up to k steps later
         stored ≤ committed ≤ computed ≤ reserved: the four lengths of a row
 
-    Memory: 5 bytes for each page that a row uses, 4 for each token of a prompt until it is computed, 25 for
-    each page of a window, and the tree's. Errors: ConfigError, also for layouts with states or sinks, which
-    it does not plan.
+    Memory: 5 bytes per page of a row, 4 per prompt token until it is computed, 25 per page of a window group,
+    and that of the tree. Errors: ConfigError, also for layouts with states or sink tokens, which it does not
+    support.
     """
 
     layout: Layout
@@ -53,15 +52,15 @@ class Manager(ManagerCore):
         if not isinstance(layout, Layout):
             raise ConfigError(f"layout: give a Layout, not {type(layout).__name__}")
         if layout.state_group is not None:
-            raise ConfigError("layout: it has states, and a Manager plans paged groups only")
+            raise ConfigError("layout: it has states, but a Manager plans paged groups only")
         if not isinstance(capacity, Mapping) or set(capacity) != {g.name for g in layout.groups}:
             names = ", ".join(group.name for group in layout.groups)
-            raise ConfigError(f"capacity: give the number of pages of each group: {names}")
+            raise ConfigError(f"capacity: give a mapping from each group ({names}) to its number of pages")
         specs: list[tuple[Any, ...]] = []
         for group in layout.paged_groups:
             if group.storage.sink_tokens:
                 raise ConfigError(
-                    f"layout: group {group.name} keeps sink tokens, which a Manager does not plan"
+                    f"layout: group {group.name} keeps sink tokens, which a Manager does not support"
                 )
             pages = count(capacity[group.name], f"capacity of {group.name}", low=0)
             specs.append((group.name, group.page_tokens, group.window, pages))
@@ -70,25 +69,24 @@ class Manager(ManagerCore):
 
     @property
     def tree(self) -> TreeView:
-        """What is cached, to look at and to listen to."""
+        """A read-only view of what is cached."""
         return TreeView(self)
 
     def plan(self, rows: IdsLike | int = (), counts: IdsLike | int = 1) -> Delta:
-        """End the step: it computes the next counts[i] reserved tokens of each row, or `counts` of all.
+        """End the step, which computes the next `counts` reserved tokens of each row, or counts[i] of row i.
 
-        The delta names these rows, their lengths and counts, and what all calls since the last `plan`
-        changed; the next step begins. Apply it on every rank, in order, before the step computes. Without
-        rows nothing is computed, and the delta carries the changes alone. The delta is the caller's.
-        Errors: ArgumentError for more tokens than are reserved and not computed; OutOfRangeError,
-        NotHeldError, AlreadyHeldError for a row.
+        The delta has these rows, their lengths and counts, and everything that calls since the last `plan`
+        changed. Apply it on every rank, in order, before the step computes. Without rows, the delta has the
+        changes alone. Errors: ArgumentError for more tokens than are reserved and not yet computed;
+        OutOfRangeError, NotHeldError, AlreadyHeldError for a row.
         """
-        delta = Delta.__new__(Delta)  # there is nothing to check
+        delta = Delta.__new__(Delta)  # skips the checks of an array that was received
         delta.step, delta.packed = self._plan(rows, counts)
         delta._sections = None
         return delta
 
     def stats(self) -> Stats:
-        """Pages by group, rows, and hits so far. Cost: O(groups), and what waits for a fence."""
+        """Return the pages of each group by state, the rows, and the hits so far."""
         groups, *rest = self._counts()
         return Stats(tuple(GroupStats(*group) for group in groups), *rest)
 

@@ -1,4 +1,4 @@
-"""A manager's tree, to look at."""
+"""A read-only view of a manager's tree."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["TreeView"]
 
 
 class TreeView:
-    """The prefix tree of a manager, read-only: what is cached, and who is told when that changes.
+    """A read-only view of a manager's prefix tree: what is cached, and events when that changes.
 
-    Pictures (`draw_text`, `draw_rich`, `draw_json`) take it as they take a PrefixTree. A page of this tree
-    ends where pages of all groups end, and has one column of page ids for each page of a group in it.
+    `draw_text`, `draw_rich` and `draw_json` accept it like a PrefixTree. A page of this tree ends where pages
+    of all groups end, and has one column of page ids for each page of a group that it covers.
     """
 
     __slots__ = ("_manager",)
@@ -24,29 +24,29 @@ class TreeView:
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of a page of the tree: the manager's `resume_step`."""
+        """Tokens per page of the tree: the manager's `resume_step`."""
         return self._manager.resume_step
 
     def counts(self) -> TreeCounts:
-        """As `PrefixTree.counts`."""
+        """Like `PrefixTree.counts`."""
         return self._manager._tree_counts()
 
     def namespaces(self) -> list[bytes]:
-        """As `PrefixTree.namespaces`."""
+        """Like `PrefixTree.namespaces`."""
         return self._manager.namespaces()
 
     def nodes(
         self, max_nodes: int = 1000, max_tokens: int = 32, namespace: bytes | str | None = None
     ) -> list[NodeView]:
-        """As `PrefixTree.nodes`. Errors: ArgumentError."""
+        """Like `PrefixTree.nodes`."""
         return self._manager._tree_nodes(max_nodes, max_tokens, namespace)
 
     def listen(self, listener: Callable[[Stored | Removed | Reset], object]) -> None:
-        """As `PrefixTree.listen`. Errors: ArgumentError."""
+        """Like `PrefixTree.listen`."""
         self._manager._tree_listen(listener)
 
     def unlisten(self, listener: Callable[[Stored | Removed | Reset], object]) -> None:
-        """As `PrefixTree.unlisten`. Errors: ArgumentError."""
+        """Like `PrefixTree.unlisten`."""
         self._manager._tree_unlisten(listener)
 
     def __repr__(self) -> str:

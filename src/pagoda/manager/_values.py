@@ -1,4 +1,4 @@
-"""What a manager tells about itself."""
+"""The statistics of a manager, as plain values."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class GroupStats(NamedTuple):
     name: str
     total: int
     free: int
-    evictable: int  # cached, and nobody reads them
+    evictable: int  # cached, and no request reads them
     leased: int  # cached, and running requests read them
-    running: int  # of running requests, not cached
-    waiting: int  # given up by requests that ended, and a fence has not passed; some of them cached
+    running: int  # owned by running requests, not cached
+    waiting: int  # given up by requests, but their fence has not passed; some are cached
 
 
 class Stats(NamedTuple):
-    """A manager at one moment. `hit_tokens` of `admitted_tokens` needed no computing."""
+    """The state of a manager. `hit_tokens` of the `admitted_tokens` were cached."""
 
     groups: tuple[GroupStats, ...]
     rows: int  # running

@@ -1,6 +1,6 @@
-"""What is already computed. In: tokens; out: the ids of the pages that hold them.
+"""Finds prefixes that are already computed. In: tokens; out: the ids of the pages that hold them.
 
-`PrefixTree` is native. docs/tree.md says exactly what each call does. Invariants 10 to 12, 14 and 15.
+`PrefixTree` is native. docs/tree.md describes each call. Invariants 10 to 12, 14 and 15.
 """
 
 from pagoda._native import Freed, Inserted, Lease, Match, PrefixTree

@@ -1,7 +1,8 @@
-"""What the picture writes on a node. In: tokens, page ids, names; out: short text that no drawing breaks on.
+"""Labels of nodes in a drawing. In: tokens, page ids, names; out: short text that fits on a line.
 
-Text comes from tokenizers and callers: nothing in it may end a line, move the cursor, turn the direction of
-writing or run off the page. What is not printable is escaped, and everything is cut to a number of columns.
+Text comes from tokenizers and callers, so nothing in it may end a line, move the cursor, change the direction
+of writing or overflow the line. Characters that are not printable are escaped, and labels are cut to a number
+of terminal columns.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from types import ModuleType
 __all__ = ["clip", "columns_of", "decode", "name_label", "page_label", "rank_label", "token_label"]
 
 ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\\": "\\\\", '"': '\\"'}
-# Latin letters, punctuation, arrows, mathematics, boxes: one column each, whatever stands beside them.
+# Latin letters, punctuation, arrows, mathematics, boxes: one column each, whatever their neighbours are.
 PLAIN = re.compile("[ -~\u00a1-\u00ac\u00ae-\u02ff\u2010-\u2027\u2190-\u22ff\u2500-\u259f]*")
-MARKS_IN_A_ROW = 2  # accents above accents reach into the lines around them
+MARKS_IN_A_ROW = 2  # more accents on one character would reach into the lines around it
 
 
 @cache
 def _widths() -> ModuleType | None:
-    """The library that knows how wide characters are, which the extra `rich` brings; None without it."""
+    """Return the library that knows the width of characters (extra `rich`), or None."""
     try:
         return import_module("wcwidth")
     except ModuleNotFoundError:
@@ -30,22 +31,22 @@ def _widths() -> ModuleType | None:
 
 
 def columns_of(text: str) -> int:
-    """How many columns of a terminal a text takes: two for wide characters, none for marks.
+    """Return how many terminal columns a text takes: two for wide characters, none for marks.
 
-    Without wcwidth each character beyond plain ones counts as two, the most that one takes.
+    Without wcwidth every character that is not plain counts as two, the widest that exists.
     """
     if PLAIN.fullmatch(text):
         return len(text)
-    widths = _widths()  # its tables are read for such text alone
+    widths = _widths()  # imported for such text only
     if widths is None:
         return sum(1 if PLAIN.fullmatch(c) else 2 for c in text)
     return int(widths.width(text))
 
 
 def clip(pieces: Iterable[str], columns: int, has_more: bool = False, more: str = "…") -> str:
-    """As many whole pieces as fit into so many columns, then `more` where some are missing. O(columns).
+    """Join as many whole pieces as fit into so many columns, then `more` if some are missing.
 
-    The pieces of a str are its characters as a reader sees them: one with its accents, both halves of a flag.
+    The pieces of a str are its graphemes: a character with its accents, both halves of a flag.
     """
     if isinstance(pieces, str) and not PLAIN.fullmatch(pieces):
         pieces = _graphemes(pieces)
@@ -65,20 +66,20 @@ def clip(pieces: Iterable[str], columns: int, has_more: bool = False, more: str 
 
 
 def _graphemes(text: str) -> Iterable[str]:
-    """Characters as a reader sees them."""
+    """Split a text into what a reader sees as characters."""
     widths = _widths()
     return text if widths is None else widths.iter_graphemes(text)
 
 
 def _escaped(text: str) -> Iterable[str]:
-    """One piece per character with its marks. What Unicode calls not printable (controls, marks of direction,
-    lone surrogates, line separators) is written as its number, and so is a mark without a character below."""
+    """Yield one piece per character with its marks. Characters that Unicode calls not printable (controls,
+    direction marks, lone surrogates, line separators) become escapes, and so does a mark without a base."""
     if PLAIN.fullmatch(text):
         yield from (ESCAPES.get(c, c) for c in text)
         return
     widths = _widths()
     for cluster in _graphemes(text):
-        piece, room = "", 0  # for more marks on the last character
+        piece, room = "", 0  # room for more marks on the last character
         for c in cluster:
             is_mark = widths is not None and widths.wcwidth(c) == 0
             if c.isprintable() and c not in ESCAPES and (room or not is_mark):
@@ -98,7 +99,7 @@ def _number(code: int) -> str:
 
 
 def decode(read: Callable[[list[int]], object] | None, tokens: Sequence[int]) -> str | None:
-    """The text of some tokens; None without a tokenizer, and when it fails: ids can always be shown."""
+    """Return the text of tokens, or None without a tokenizer or if it fails: ids can be shown instead."""
     if read is None or not tokens:
         return None
     try:
@@ -109,7 +110,7 @@ def decode(read: Callable[[list[int]], object] | None, tokens: Sequence[int]) ->
 
 
 def token_label(tokens: Sequence[int], text: str | None, has_more: bool, columns: int) -> str:
-    """A run as `"text"` or as `[1 2 3 …]`. O(columns)."""
+    """Return a run as `"text"` or as `[1 2 3 …]`."""
     if text is not None:
         return f'"{clip(_escaped(text), columns - 2, has_more)}"'
     pieces = (f"{' ' if at else ''}{token}" for at, token in enumerate(tokens))
@@ -117,7 +118,7 @@ def token_label(tokens: Sequence[int], text: str | None, has_more: bool, columns
 
 
 def name_label(namespace: bytes, columns: int) -> str:
-    """A namespace as `"text"`, or as `b'\\xff'` where it is not UTF-8. O(namespace)."""
+    """Return a namespace as `"text"`, or as `b'\\xff'` if it is not UTF-8."""
     try:
         return f'"{clip(_escaped(namespace.decode()), columns - 2)}"'
     except UnicodeDecodeError:
@@ -125,7 +126,7 @@ def name_label(namespace: bytes, columns: int) -> str:
 
 
 def _shortened(page_ids: Iterable[int]) -> Iterable[str]:
-    """1 2 3 7 −1 −1 as `1-3`, `7`, `2 holes`."""
+    """Yield 1 2 3 7 −1 −1 as `1-3`, `7`, `2 holes`."""
     first, times = 0, 0
 
     def piece() -> str:
@@ -145,8 +146,8 @@ def _shortened(page_ids: Iterable[int]) -> Iterable[str]:
 
 
 def page_label(columns_of_ids: Sequence[Sequence[int]], num_pages: int, columns: int) -> str:
-    """The pages of a run: `pages 1-4, 7`, several groups as `pages 1-4 | 2 holes, 9`. O(ids)."""
-    # A letter comes first: text that runs from right to left would carry digits after it along.
+    """Return the pages of a run: `pages 1-4, 7`; with several columns, `pages 1-4 | 2 holes, 9`."""
+    # Starts with a letter: digits right after right-to-left text would be reordered with it.
     word = "page " if num_pages == 1 else "pages "
     share = max(8, (columns - len(word) + 3) // max(1, len(columns_of_ids)) - 3)
     groups = []
@@ -157,7 +158,7 @@ def page_label(columns_of_ids: Sequence[Sequence[int]], num_pages: int, columns:
 
 
 def rank_label(rank: int) -> str:
-    """`coldest`, `2nd coldest`, … O(1)."""
+    """Return `coldest`, `2nd coldest`, …"""
     if rank == 1:
         return "coldest"
     ending = "th" if rank % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(rank % 10, "th")

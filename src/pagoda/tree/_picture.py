@@ -1,6 +1,6 @@
-"""The tree to look at: as text, for rich, as JSON. In: a tree; out: a drawing of bounded size.
+"""Drawings of a tree: as text, for rich, as JSON. In: a tree; out: a drawing of bounded size.
 
-A line a node::
+One line per node::
 
     20 tokens: 8 protected, 12 evictable · 3 nodes, 2 leaves, 1 lease · pages of 4
     namespace ""
@@ -8,9 +8,9 @@ A line a node::
        ├─ " Do you dance?"     page 3      4 tokens  leaf, coldest
        └─ " What do you eat?"  pages 4, 7  8 tokens  leaf, 2nd coldest
 
-`coldest` is the leaf that `evict` trims first. `lost`: nobody can find it any more, and it goes once nobody
-protects it. Ranks are told only where the whole tree is in sight; else
-`used 7` is the call counter of the last use.
+`coldest` is the leaf that `evict` trims first. A node marked `lost` cannot be found any more and is evicted
+first once no lease protects it. Ranks are shown only if the drawing covers the whole tree; otherwise
+`used 7` is the call counter at the last use.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["draw_json", "draw_rich", "draw_text"]
 
 MIN_WIDTH = 60
-RICH_DEPTH, RICH_COLUMNS = 8, 60  # levels that are indented, columns for tokens
-JSON_TEXT, JSON_CHECKPOINTS = 256, 16  # of one node: characters, checkpoints
-# By mood: the code of a terminal, the style of rich.
+RICH_DEPTH, RICH_COLUMNS = 8, 60  # indented levels, columns for tokens
+JSON_TEXT, JSON_CHECKPOINTS = 256, 16  # per node: characters, checkpoints
+# By mood: terminal code, rich style.
 COLOURS = {
     "leased": ("33", "yellow"),
     "evictable": ("36", "cyan"),
@@ -52,18 +52,18 @@ def draw_text(
     width: int = 100,
     colour: bool = False,
 ) -> str:
-    """The tree in box-drawing characters: counts, a line a namespace, a line a node; no ids change hands.
+    """Draw the tree with box-drawing characters: counts, then one line per namespace and per node.
 
-    `max_nodes` counts nodes and namespaces, `max_tokens` tokens of a node, `width` columns of a line, 60 or
-    more. What is left out is said. `tokenizer` has `decode(list of ids)` or is a callable like it; where it
-    fails, ids are shown. `colour` paints with the codes of a terminal: leased, evictable, coldest.
-    Cost: one `nodes`, one `counts`, and O(max_nodes · (max_tokens + 16 pages)). Errors: ArgumentError.
+    At most `max_nodes` nodes and namespaces are drawn, each with at most `max_tokens` tokens, on lines of
+    `width` columns (60 or more); the drawing says what is left out. `tokenizer` is an object with
+    `decode(list of ids)`, or such a callable; if it fails, ids are shown. `colour` marks leased, evictable
+    and coldest nodes with terminal codes. Errors: ArgumentError.
     """
     width, read = integer("width", width, MIN_WIDTH), reader(tokenizer)
     sight = look(tree, namespace, max_nodes, max_tokens)
     lines = list(sight.lines(deepest=width // 12))
     beside = [sight.beside(line.view) if line.view and line.level else ("", "", "") for line in lines]
-    # What stands on the right is as wide as it must be; tokens take what is left, up to what they need.
+    # The columns on the right get the width they need; tokens get what is left, up to what they need.
     pages_width, tokens_width, notes_width = (
         max((columns_of(cells[at]) for cells in beside), default=0) for at in range(3)
     )
@@ -100,10 +100,10 @@ def draw_rich(
     max_tokens: int = 12,
     tokenizer: Any = None,
 ) -> Tree:
-    """The tree as a `rich.tree.Tree`, coloured by leased, evictable and coldest; no ids change hands.
+    """Draw the tree as a `rich.tree.Tree`, with leased, evictable and coldest nodes in different colours.
 
-    Arguments as of `draw_text`. No text is read as markup. Cost: as `draw_text`.
-    Errors: ConfigError where rich is not installed, ArgumentError.
+    Arguments are those of `draw_text`. No text is read as markup. Errors: ConfigError if rich is not
+    installed; ArgumentError.
     """
     try:
         from rich.text import Text
@@ -112,7 +112,7 @@ def draw_rich(
         raise ConfigError("draw_rich needs rich: pip install 'pagoda-kv[rich]'") from None
     read, sight = reader(tokenizer), look(tree, namespace, max_nodes, max_tokens)
     top = Tree(Text(" · ".join(sight.heading()), "bold"), guide_style="dim")
-    branches = [top]  # the last one of each level, under the one that carries all
+    branches = [top]  # the last branch of each level
     for line in sight.lines(RICH_DEPTH):
         style = COLOURS[sight.mood(line)][1]
         if line.view and line.level:
@@ -138,15 +138,14 @@ def draw_json(
     max_tokens: int = 12,
     tokenizer: Any = None,
 ) -> str:
-    """The tree as one JSON object of at most `max_bytes` bytes of UTF-8; no ids change hands.
+    """Draw the tree as one JSON object of at most `max_bytes` bytes of UTF-8.
 
-    `nodes` is flat, since parsers give up on deep nesting, and level by level: parents come before their
-    children, and a cut loses what is deepest. `parent` is a `number`; null for a namespace, which has a name
-    instead of tokens. `rank` 1 is the leaf that evict trims first; null unless the whole tree is in sight.
-    `is_cut` says whether something is missing, `left_out` how many nodes; of one namespace, at least so many.
-    No "<" stands in it, so that it can be put into a page's script element.
-    Cost: as `draw_text`. Errors: ArgumentError, also when `max_bytes` is too small for even a picture
-    without nodes.
+    `nodes` is flat, since parsers limit nesting, and ordered by level: parents come before their children,
+    and a cut drops the deepest nodes. `parent` is the `number` of the parent, null for a namespace, which has
+    a name instead of tokens. `rank` 1 is the leaf that evict trims first; null unless the drawing covers the
+    whole tree. `is_cut` says whether something is missing, `left_out` how many nodes; for one namespace,
+    `left_out` is a lower bound. The text contains no "<", so it can be embedded in a script element. Errors:
+    ArgumentError, also if `max_bytes` is too small for a drawing without nodes.
     """
     max_bytes, read = integer("max_bytes", max_bytes, 1), reader(tokenizer)
     sight = look(tree, namespace, max_nodes, max_tokens)
@@ -160,10 +159,10 @@ def draw_json(
         "num_leaves": counts.leaves,
         "num_leases": counts.leases,
     }
-    # The longest that the frame can become: `false` is longer than `true`, no count is larger than this.
+    # The longest possible frame: `false` is longer than `true`, and no count is larger than this.
     room = max_bytes - len(_dumped({**head, "is_cut": False, "left_out": in_all, "nodes": []}))
     if room < 0:
-        raise ArgumentError(f"max_bytes: {max_bytes} is too small for even a picture without nodes")
+        raise ArgumentError(f"max_bytes: {max_bytes} is too small for a drawing without nodes; give more")
     nodes: list[bytes] = []
     num_drawn = 0
     for view in sorted(sight.views, key=lambda view: view.level):
@@ -180,7 +179,7 @@ def draw_json(
 
 
 def _folded(parts: list[str], width: int) -> list[str]:
-    """Parts side by side, as many as a line has room for."""
+    """Join parts into lines of at most `width` columns."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 3 + len(part) <= width:
@@ -215,5 +214,5 @@ def _node(sight: Sight, view: NodeView, read: Reader | None) -> dict[str, object
 
 def _dumped(value: object) -> bytes:
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    # "<" stands only in strings, where its number means the same; half a surrogate pair has no UTF-8.
+    # "<" occurs only in strings, where its escape means the same; lone surrogates have no UTF-8.
     return text.replace("<", "\\u003c").encode("utf-8", "replace")

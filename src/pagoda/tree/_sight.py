@@ -1,6 +1,6 @@
-"""What a picture shows of a tree. In: a tree and bounds; out: lines from top to bottom, and what each says.
+"""What a drawing shows of a tree. In: a tree and bounds; out: lines from top to bottom, and their texts.
 
-Reads `nodes()`, `counts()` and `page_tokens`, and nothing else of the tree. Every drawing stands on this.
+Reads only `nodes()`, `counts()` and `page_tokens` of the tree. All drawings are based on this.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pagoda.tree._values import NodeView, TreeCounts
 __all__ = ["Drawable", "Line", "Reader", "Sight", "integer", "look", "reader"]
 
 LIMIT = 2**31 - 1
-NODE_PAGES = 16  # page ids of a node that are asked for
-NODE_CHECKPOINTS = 3  # that a line shows
+NODE_PAGES = 16  # page ids requested per node
+NODE_CHECKPOINTS = 3  # shown per node
 
-Reader = Callable[[list[int]], object]  # tokens → their text, if all goes well
+Reader = Callable[[list[int]], object]  # tokens → their text
 
 
 class Drawable(Protocol):
-    """What a picture needs of a tree."""
+    """What a drawing needs of a tree."""
 
     @property
     def page_tokens(self) -> int: ...
@@ -37,31 +37,31 @@ class Drawable(Protocol):
 
 
 class Line(NamedTuple):
-    """One line: a namespace, a node, or (without a view) how many children of the node above are missing."""
+    """One line: a namespace, a node, or (without a view) the number of children that are not drawn."""
 
     view: NodeView | None
     missing: int
-    level: int  # 0: a namespace
-    bars: str  # what is drawn before it
+    level: int  # 0 for a namespace
+    bars: str  # drawn before it
 
 
 class Sight(NamedTuple):
-    """What was seen of a tree, and how it is put into words."""
+    """The part of a tree that is drawn, and the texts of its lines."""
 
     page_tokens: int
     counts: TreeCounts  # of the whole tree
-    is_whole_tree: bool  # not of one namespace only
+    is_whole_tree: bool  # not one namespace only
     views: list[NodeView]
     children: dict[int, list[NodeView]]  # by the parent's number
-    ranks: dict[int, int]  # by number: 1 is the coldest leaf; empty when not all leaves are in sight
-    num_nodes: int  # in sight, roots not counted
-    left_out: int  # all other nodes of the tree; of one namespace, at least so many
+    ranks: dict[int, int]  # by number: 1 is the coldest leaf; empty unless all leaves are drawn
+    num_nodes: int  # drawn, without roots
+    left_out: int  # all other nodes of the tree; for one namespace, a lower bound
     max_tokens: int
 
     def lines(self, deepest: int) -> Iterator[Line]:
-        """From top to bottom. Beyond level `deepest` bars no longer grow and the level is written."""
+        """Yield the lines from top to bottom. Beyond level `deepest` the level is written instead of bars."""
         roots = [view for view in self.views if view.parent is None]
-        # A stack, since trees of 100,000 levels exist: (what, level, bars before it, is it the last child).
+        # A stack, since trees of 100,000 levels exist: (what, level, bars before it, whether it is the last).
         stack: list[tuple[NodeView | int, int, str, bool]] = [(root, 0, "", True) for root in reversed(roots)]
         while stack:
             what, level, bars, is_last = stack.pop()
@@ -82,7 +82,7 @@ class Sight(NamedTuple):
             stack.extend((under[at], level + 1, below, at == last) for at in range(last, -1, -1))
 
     def heading(self) -> list[str]:
-        """What the tree holds, in parts that stay together."""
+        """Return the counts of the tree, in parts that stay on one line each."""
         counts, tokens = self.counts, self.counts.tokens
         things = [
             counted(counts.nodes, "node"),
@@ -99,7 +99,7 @@ class Sight(NamedTuple):
         ]
 
     def footing(self) -> str:
-        """What is not there: "" when nothing is to be said."""
+        """Return what is not drawn, or "" if there is nothing to say."""
         if not (self.views or self.is_whole_tree):
             return "nothing in this namespace"
         if not (self.is_whole_tree and self.left_out):
@@ -107,7 +107,7 @@ class Sight(NamedTuple):
         return f"… {self.left_out:,} of {self.counts.nodes:,} nodes are not drawn"
 
     def title(self, line: Line, columns: int) -> str:
-        """What a line says that is no node."""
+        """Return the text of a line that is not a node."""
         if line.view is None:
             return f"… {line.missing:,} more {'child' if line.missing == 1 else 'children'}"
         notes = ", dropped" if line.view.is_dropped else ""
@@ -116,7 +116,7 @@ class Sight(NamedTuple):
         return f"namespace {name_label(line.view.namespace, columns - 10 - len(notes))}{notes}"
 
     def label(self, view: NodeView, read: Reader | None, columns: int) -> str:
-        """The tokens of a node, as text where they can be read."""
+        """Return the tokens of a node, as text if a tokenizer can read them."""
         tokens = self.tokens(view)
         return token_label(tokens, decode(read, tokens), len(tokens) < view.end - view.begin, columns)
 
@@ -124,7 +124,7 @@ class Sight(NamedTuple):
         return [int(token) for token in view.tokens[: self.max_tokens]]
 
     def beside(self, view: NodeView) -> tuple[str, str, str]:
-        """What stands beside the tokens of a node: its pages, how many tokens, notes."""
+        """Return the cells beside the tokens of a node: its pages, number of tokens, notes."""
         num_tokens = view.end - view.begin
         notes = [counted(view.leases, "lease")] if view.leases else []
         if view.is_lost:
@@ -147,7 +147,7 @@ class Sight(NamedTuple):
         return pages, counted(num_tokens, "token"), ", ".join(notes)
 
     def mood(self, line: Line) -> str:
-        """What a line is coloured by."""
+        """Return the key of a line's colour."""
         view = line.view
         if view is None:
             return "cut"
@@ -161,15 +161,15 @@ class Sight(NamedTuple):
 
 
 def look(tree: Drawable, namespace: bytes | str | None, max_nodes: int, max_tokens: int) -> Sight:
-    """See so much of a tree. O(max_nodes · (max_tokens + 16 pages)). Errors: ArgumentError."""
+    """Read the part of a tree to draw. Errors: ArgumentError."""
     for name in ("nodes", "counts", "page_tokens"):
         if not hasattr(tree, name):
-            raise ArgumentError(f"tree: a {type(tree).__name__} has no `{name}`")
+            raise ArgumentError(f"tree: give a PrefixTree or TreeView; {type(tree).__name__} has no `{name}`")
     if namespace is not None and not isinstance(namespace, (bytes, str)):
-        raise ArgumentError(f"namespace: bytes or str, not {type(namespace).__name__}")
+        raise ArgumentError(f"namespace: give bytes or str, not {type(namespace).__name__}")
     max_nodes, max_tokens = integer("max_nodes", max_nodes, 1), integer("max_tokens", max_tokens, 0)
     size = tree.page_tokens
-    # Whole pages, so that ids and tokens end together, and some pages even where no tokens are wanted.
+    # Whole pages, so that ids and tokens end together, and some pages even if no tokens are wanted.
     wanted = max(-(-max_tokens // size), NODE_PAGES) * size
     views = list(tree.nodes(max_nodes, min(wanted, LIMIT), namespace))
     counts = tree.counts()
@@ -183,8 +183,8 @@ def look(tree: Drawable, namespace: bytes | str | None, max_nodes: int, max_toke
     else:
         left_out = sum(_missing(view, children) for view in views)
     leaves = [it for it in views if it.parent is not None and not it.num_children and not it.leases]
-    # The order of eviction: demoted ones first (their use is negative, the latest lowest), then by last use,
-    # and within one use the deeper first.
+    # The eviction order: demoted nodes first (`used` is negative, the latest lowest), then by last use, and
+    # within one use the deeper node first.
     leaves.sort(key=lambda view: (view.used, -view.end))
     sees_all = namespace is None and not left_out
     ranks = {view.number: rank for rank, view in enumerate(leaves, start=1)} if sees_all else {}
@@ -192,24 +192,24 @@ def look(tree: Drawable, namespace: bytes | str | None, max_nodes: int, max_toke
 
 
 def integer(what: str, value: object, least: int) -> int:
-    """A bound that a caller gave. O(1). Errors: ArgumentError when it is no integer, or below `least`."""
+    """Read a bound. Errors: ArgumentError if it is not an integer, or below `least`."""
     try:
         number = least - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = least - 1
     if number < least:
-        raise ArgumentError(f"{what}: an integer, {least} or more")
+        raise ArgumentError(f"{what}: give an integer, {least} or more")
     return min(number, LIMIT)
 
 
 def reader(tokenizer: object) -> Reader | None:
-    """How a tokenizer reads: its `decode`, or itself. O(1). Errors: ArgumentError when it cannot."""
+    """Return the `decode` of a tokenizer, or the callable itself. Errors: ArgumentError."""
     if tokenizer is None:
         return None
     read = getattr(tokenizer, "decode", tokenizer)
     if not callable(read):
         kind = type(tokenizer).__name__
-        raise ArgumentError(f"tokenizer: an object with decode(list of ids), or a callable, not {kind}")
+        raise ArgumentError(f"tokenizer: give an object with decode(list of ids), or a callable, not {kind}")
     return read
 
 

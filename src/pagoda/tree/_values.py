@@ -1,4 +1,4 @@
-"""What the tree tells: counts, nodes to look at, events. Plain values, all of them."""
+"""Plain values that a tree returns: counts, nodes for display, events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["NodeView", "Removed", "Reset", "Stored", "Tally", "TreeCounts"]
 
 
 class Tally(NamedTuple):
-    """How much there is of something, and how it divides."""
+    """A total, and how much of it is evictable and protected."""
 
     total: int
     evictable: int
@@ -23,7 +23,7 @@ class TreeCounts(NamedTuple):
     """What a tree holds."""
 
     tokens: Tally
-    columns: tuple[Tally, ...]  # one a paged group, in pages; holes are not counted
+    columns: tuple[Tally, ...]  # one per column, in pages; holes are not counted
     states: Tally  # checkpoints
     nodes: int  # runs; the roots of namespaces are not counted
     leaves: int
@@ -31,26 +31,26 @@ class TreeCounts(NamedTuple):
 
 
 class NodeView(NamedTuple):
-    """One node as it was when it was asked for; the root of a namespace has no parent and no tokens."""
+    """One node at the time of the call. The root of a namespace has no parent and no tokens."""
 
-    number: int  # of its own, never used again
+    number: int  # never reused
     parent: int | None  # the parent's number
     namespace: bytes
-    is_dropped: bool  # its namespace was dropped; leases keep it
-    level: int  # 0: the root of a namespace
+    is_dropped: bool  # its namespace was dropped; only leases keep it
+    level: int  # 0 for the root of a namespace
     begin: int  # tokens before it
     end: int
     tokens: npt.NDArray[np.int32]  # the first few
-    columns: tuple[npt.NDArray[np.int32], ...]  # the page ids of these, one array a column
+    columns: tuple[npt.NDArray[np.int32], ...]  # the page ids of these tokens, one array per column
     num_children: int
     leases: int  # that protect it
-    used: int  # its last use, as a call counter; negative: demoted
+    used: int  # its last use, as a call counter; negative if demoted
     checkpoints: tuple[tuple[int, int], ...]  # (length, state id)
-    is_lost: bool = False  # nobody can find it any more; leases keep it
+    is_lost: bool = False  # it cannot be found any more; only leases keep it
 
 
 class Stored(NamedTuple):
-    """Pages that can be found from now on, or ids that such pages got."""
+    """Pages that can be found from now on, or new ids of such pages."""
 
     namespace: bytes
     position: int  # tokens before the first page
@@ -58,13 +58,13 @@ class Stored(NamedTuple):
     keys: npt.NDArray[np.uint64]  # [pages] content keys
     tokens: npt.NDArray[np.int32]  # [pages * page_tokens]
     extra_keys: tuple[tuple[int, int, bytes], ...]  # (begin, end, key) over these tokens
-    columns: tuple[npt.NDArray[np.int32], ...]  # one array per column: [pages]; -1: not by this event
+    columns: tuple[npt.NDArray[np.int32], ...]  # [pages] per column; -1 if not part of this event
     states: tuple[tuple[int, int], ...]  # checkpoints: (length, state id)
-    ids_only: bool  # the pages were there before: only these ids and states are new
+    ids_only: bool  # the pages were cached before; only these ids and states are new
 
 
 class Removed(NamedTuple):
-    """Pages that can no longer be found, or ids that such pages lost."""
+    """Pages that can no longer be found, or ids that pages lost. Fields as in `Stored`."""
 
     namespace: bytes
     position: int
@@ -74,9 +74,9 @@ class Removed(NamedTuple):
     extra_keys: tuple[tuple[int, int, bytes], ...]
     columns: tuple[npt.NDArray[np.int32], ...]
     states: tuple[tuple[int, int], ...]
-    ids_only: bool  # the pages stay: only these ids went
+    ids_only: bool  # the pages stay; only these ids and states were removed
 
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """The tree forgot everything it held."""
+    """The tree was reset."""
