@@ -1,5 +1,6 @@
-"""Arguments of pools: devices, counts, and ids on the host or on a device. In: what callers give; out: checked
-values, or an error that names the argument."""
+"""Arguments of pools: devices, counts, and ids on the host or on a device.
+
+In: what callers give; out: checked values, or an error that names the argument."""
 
 from __future__ import annotations
 
@@ -131,7 +132,7 @@ def host_ids(ids: AnyIds, name: str, *, any_shape: bool = False) -> npt.NDArray[
     if isinstance(ids, torch.Tensor):
         _require_readable(ids, name, any_shape)
         if ids.is_cuda:
-            refuse_capture(ids.device, f"{name}, read from a device tensor,")
+            refuse_capture(ids.device, f"reading {name} from a device tensor")
         if ids.numel() == 0:
             return np.zeros(0, dtype=np.int64)
         array = ids.detach().cpu().resolve_neg().numpy()

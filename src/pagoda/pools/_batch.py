@@ -216,7 +216,7 @@ class _Views(Generic[Array]):
 
 
 class GroupBatch(_Views[Array]):
-    """Where a batch's tokens are in one group, in the form of FlashInfer, FlashAttention and vLLM-style kernels.
+    """Where a batch's tokens are in one group, as FlashInfer, FlashAttention and vLLM-style kernels take it.
 
     ::
 
@@ -330,9 +330,9 @@ class HostBatch(_Rows[npt.NDArray[Any]]):
 class Batch(_Rows[torch.Tensor]):
     """The rows of one step, and everything kernels read about them, in buffers that never move.
 
-    `num_rows` rows compute `num_tokens` tokens, each row its last ones. Tensors are padded with rows of length
-    0 and tokens whose slot is −1. `batch[name]` is the part of one group. The contents are valid until the
-    next `Pools.batch`.
+    `num_rows` rows compute `num_tokens` tokens, each row its last ones. Tensors are padded with rows of
+    length 0 and tokens whose slot is −1. `batch[name]` is the part of one group. The contents are valid until
+    the next `Pools.batch`.
     """
 
     def __init__(
