@@ -120,7 +120,7 @@ def refuse_capture(device: torch.device, call: str) -> None:
         is_capturing = torch.cuda.is_current_stream_capturing()
     if is_capturing:
         raise CaptureError(
-            f"{call} cannot run while the stream is being captured: call it before the capture"
+            f"{call} is not possible while the stream is being captured: do it before the capture"
         )
 
 

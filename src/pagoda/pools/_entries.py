@@ -81,7 +81,7 @@ class EntryPool:
         at = layer_number(layer, self.num_layers)
         if entry not in self.entries:
             raise ArgumentError(
-                f"entry: there is no entry {show(entry)}: the entries are {', '.join(map(repr, self.entries))}"
+                f"entry: there is no {show(entry)}: the entries are {', '.join(map(repr, self.entries))}"
             )
         found, begin, stride = self._part(self.entries[entry], part)
         pages = self.pages[entry][at]

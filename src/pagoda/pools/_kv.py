@@ -305,7 +305,7 @@ class TokenPool:
                 kernels.unpack(written, self._pages, self._addresses, room)
 
     def _outs(self, out_k: Any, out_v: Any, n: int) -> tuple[list[torch.Tensor], npt.NDArray[np.int64]]:
-        """Return outputs for n tokens in the order of `_pages`, and their addresses. Errors: ArgumentError."""
+        """Return the outputs in the order of `_pages`, and their addresses. Errors: ArgumentError."""
         self._require_outs(out_k, n, self.k_shape, "out_k")
         if self.v_shape is None:
             if out_v is not None:
