@@ -1,4 +1,4 @@
-"""The pools of a serving engine in three layers: rows to slots, slots, tensors; and the states of GDN layers."""
+"""The pools of a serving engine in three layers (rows to slots, slots, tensors), and states of GDN layers."""
 
 from __future__ import annotations
 
@@ -435,7 +435,7 @@ class ReqToTokenPool:
         self._rows.reset()
 
     def check(self) -> None:
-        """Verify invariants 1 to 4, 6 and 7. Cost: a walk over all of it. Errors: InvariantError."""
+        """Verify invariants 1 to 4, 6 and 7. Walks over everything. Errors: InvariantError."""
         self._rows.check()
         self._table.check()
 
@@ -530,7 +530,7 @@ class GDNPool:
         return self._pool.memory_bytes()
 
     def check(self) -> None:
-        """Verify invariants 1 to 4, 6 and 7. Cost: a walk over all of it. Errors: InvariantError."""
+        """Verify invariants 1 to 4, 6 and 7. Walks over everything. Errors: InvariantError."""
         self._tracks.check()
         self._pool.check()
 

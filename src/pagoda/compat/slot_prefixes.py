@@ -83,7 +83,7 @@ class PrefixCacheManager:
         self._warn_if(is_news)
 
     def find(self, token_ids: AnyIds) -> tuple[int, int, int]:
-        """Return (length, slot, version) of the longest cached prefix and renew it; (0, −1, 0) if there is none.
+        """Return (length, slot, version) of the longest cached prefix and renew it; (0, −1, 0) for a miss.
 
         The slot may have been reallocated since; `find_valid` checks that. Errors: ArgumentError,
         OutOfRangeError.
@@ -182,7 +182,7 @@ class PrefixCacheManager:
         return self._is_over and not was_over
 
     def _warn_if(self, is_news: bool) -> None:
-        """Log a warning. Call it without our lock: handlers have locks, and a finalizer under one may call us."""
+        """Log a warning, without our lock: handlers have locks, and a finalizer under one may call us."""
         if is_news:
             _log.warning(
                 "%d cached tokens are referenced, more than max_capacity = %d: they stay until release()",

@@ -117,7 +117,7 @@ class StatePool:
         return {name: tensor[at] for name, tensor in self.tensors.items()}
 
     def rows(self) -> list[tuple[torch.Tensor, float]]:
-        """Return each part of each layer, [num_rows + 1, *shape], and its value after a reset, layer by layer."""
+        """Return each part of each layer, [num_rows + 1, *shape], with its value after a reset."""
         with torch.inference_mode(False):  # the views are written outside of it
             return [
                 (part, self.parts[name].initial)
