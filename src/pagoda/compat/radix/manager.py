@@ -116,11 +116,12 @@ class RadixCacheManager(BaseCacheManager):
             return radix_root(self._tree)
 
     def match_prefix(self, input_ids: AnyIds) -> tuple[RadixCacheHandle, torch.Tensor]:
-        """Return a handle of the longest cached prefix, in whole pages, and [cached_len] int32 slots on `device`.
+        """Return a handle of the longest cached prefix, in whole pages, and its slots: [cached_len] int32.
 
-        Neither the cache nor its order of eviction changes. The tree still owns the slots, and they may be
-        used only while the handle is locked. Cost: O(tokens) on the host and one asynchronous copy; a device
-        tensor costs one synchronisation. Errors: ArgumentError, OutOfRangeError; CaptureError.
+        Neither the cache nor its order of eviction changes. The slots are on `device`; the tree still owns
+        them, and they may be used only while the handle is locked. Cost: O(tokens) on the host and one
+        asynchronous copy; a device tensor costs one synchronisation. Errors: ArgumentError, OutOfRangeError;
+        CaptureError.
         """
         refuse_capture(self._staging.device, "match_prefix")
         tokens = host_tokens(input_ids, "input_ids")

@@ -1,4 +1,4 @@
-"""Which pages a radix tree owns. In: pages that a caller hands over; out: an error if the tree may not own them.
+"""Which pages a radix tree owns. In: pages that a caller hands over; out: an error if it may not.
 
 A page that was in the tree twice would be evicted twice and handed out to two requests (invariant 13).
 """

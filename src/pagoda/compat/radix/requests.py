@@ -134,7 +134,7 @@ class CacheManager:
             return self._pages.grow([old_len], [old_len + wanted], [last or 0], size)
 
     def _require_available(self, wanted: int, last: int | None) -> int:
-        """Return the slots left in the last slot's page. Errors: CapacityError unless enough are available."""
+        """Return the slots left in the last slot's page. Errors: CapacityError if too few are available."""
         size = self.page_size
         with self._lock:
             room = 0
