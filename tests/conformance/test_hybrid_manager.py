@@ -500,10 +500,10 @@ def test_check_finds_a_block_that_nobody_has_and_one_that_two_have() -> None:
     manager._blocks[2].free.free(lost)
     manager.check()
     group = manager._groups[0]
-    group._host.append(other, [1], 1)
+    group._blocks[other].append(1)
     with pytest.raises(InvariantError, match="duplicated"):
         manager.check()
-    group._host.release(other)
+    group._blocks[other].clear()
     manager.check()
     manager._taken[5][row] = 2
     with pytest.raises(InvariantError, match="layer 5 took blocks"):
@@ -584,7 +584,7 @@ def test_a_table_that_an_interrupt_left_behind_is_made_good_by_the_next_call(dev
     row = manager.admit_request()
     manager.allocate_block(2, row)
     group = manager._groups[0]
-    group._host.grow(group.free, [row], [2])
+    group._blocks[row].extend(group.free.alloc(1).tolist())
     manager.check()
     assert manager.allocate_block(2, row) == 2
     assert manager.block_tables[2][row].tolist() == [1, 2, -1, -1, -1]

@@ -353,7 +353,7 @@ def test_bad_input_is_refused():
         ((q.int(), layer, batch), {}, "queries"),
         ((None, layer, batch), {}, "queries"),
         ((q.to("meta"), layer, batch), {}, "queries is on meta"),
-        ((q[:1], layer, batch), {}, "there are 1"),
+        ((q[:1], layer, batch), {}, "tokens, not 1"),
         ((q[:, :3], layer, batch), {}, "multiple"),
         ((q[:, :0], layer, batch), {}, "multiple"),
         ((q[..., :7], layer, batch), {}, "heads of 7"),
