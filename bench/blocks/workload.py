@@ -32,7 +32,7 @@ class Workload:
 
 
 def make(seed: int = 0, scale: float = 1.0) -> Workload:
-    """Make prompts: 200 beginnings of 512 to 1,500 tokens, 5 conversations each, 5 turns of 231 to 429 more."""
+    """200 beginnings of 512 to 1,500 tokens, 5 conversations of each, 5 turns of 231 to 429 more tokens."""
     rng = np.random.default_rng(seed)
     work = Workload()
 

@@ -372,5 +372,5 @@ def test_bad_input_is_refused():
         with pytest.raises(ArgumentError, match=match):
             paged_attention(*positional, **named)
     latents = Case(SHAPES["latent"], [(5, 2)])
-    with pytest.raises(ArgumentError, match="scale: give it for latent attention"):
+    with pytest.raises(ArgumentError, match="scale: give one for latent attention"):
         paged_attention(latents.queries, latents.layer, latents.batch)
