@@ -41,7 +41,7 @@ def fenced_cycle(ids: FreeList, n: int) -> Callable[[], object]:
 
 
 class CatFreeList:
-    """The free-list of the public designs: a tensor of free slots, cut at the front, appended to at the back."""
+    """The free-list of the public designs: a tensor of free slots, cut at the front, appended at the back."""
 
     def __init__(self, size: int) -> None:
         self.slots = torch.arange(1, size + 1, dtype=torch.int32)

@@ -108,7 +108,7 @@ def _times(rows: list[Row], fastest: dict[str, Row | None]) -> list[str]:
                 cells.append(f"{us:,.1f}" + (f" ({peer[key]['p50_us'] / us:.1f}×)" if peer else ""))
         cells.append(str(row.get("bytes_per_token", "–")))
         body.append(cells)
-    return _markdown(["", *TIMES.values(), "bytes a token"], body)
+    return _markdown(["", *TIMES.values(), "bytes per token"], body)
 
 
 def _parts(rows: list[Row]) -> list[str]:

@@ -88,7 +88,7 @@ def _ratio(base: float, value: float) -> str:
 
 
 def _medians(rows: list[Row], base: Row) -> list[str]:
-    head = ["", *OPERATIONS.values(), "128k in chunks, ms", "bytes a token", "digest"]
+    head = ["", *OPERATIONS.values(), "128k in chunks, ms", "bytes per token", "digest"]
     body = []
     for row in rows:
         cells = [row["impl"]]
@@ -144,7 +144,7 @@ def _goals(rows: list[Row], reference: str) -> Iterable[list[str]]:
             yield goal("128k in chunks", *chunked, CHUNKED_GOAL)
             if page in BYTES_GOALS:
                 sizes = (row["bytes_per_cached_token"] for row in (ours, peer))
-                yield goal("bytes a token", *sizes, BYTES_GOALS[page])
+                yield goal("bytes per token", *sizes, BYTES_GOALS[page])
         for key in ("evict", "evict_steady"):
             if leaves in EVICT_GOALS:
                 name = f"{names[key]}, {leaves:,} leaves"

@@ -136,11 +136,11 @@ class StateCachePool:
                 return
             self._reset(at)
             for name, begin in self._needed(snapshot.length).items():
-                for place, rows in self._runs(name, begin, snapshot.length):
-                    self._parts[name][at, place].copy_(snapshot.parts[name][rows])
+                for place, cells in self._runs(name, begin, snapshot.length):
+                    self._parts[name][at, place].copy_(snapshot.parts[name][cells])
             begin = self._needed(snapshot.length)["window"]
-            for place, rows in self._runs("window", begin, snapshot.length):
-                torch.arange(begin + rows.start, begin + rows.stop, out=self.positions[at, place])
+            for place, cells in self._runs("window", begin, snapshot.length):
+                torch.arange(begin + cells.start, begin + cells.stop, out=self.positions[at, place])
 
     def _needed(self, length: int) -> dict[str, int]:
         """Return the first position that a resume at `length` reads, for each part that it reads.
@@ -164,7 +164,7 @@ class StateCachePool:
             at = stop
 
     def _slot(self, slot: Any) -> int:
-        return one_id(slot, "slot", 1, self.max_concurrent_requests, "rows")
+        return one_id(slot, "slot", 1, self.max_concurrent_requests, "slots")
 
     def _length(self, length: Any) -> int:
         tokens = integer(length, "length", 0, ArgumentError)
