@@ -3,8 +3,8 @@
     python docs/families.py            writes the page
     python docs/families.py --check    exits 1 if the page is not what this makes
 
-Whether a family is served is asked of `pagoda.hf`, for the models of tests/differential/test_hf_families.py.
-That test compares their answers with plain transformers, and fails when the page says anything else."""
+`pagoda.hf` says whether a family is served, for the models of tests/differential/test_hf_families.py. That
+test compares their answers with plain transformers, and fails if the page differs."""
 
 from __future__ import annotations
 
@@ -38,29 +38,28 @@ def page() -> str:
     blocks = (
         "# Families",
         f"""
-        What `pagoda.hf` does with each family that layouts know: {num_served} of {num_families} model types
-        are served, the others go to plain `generate` with the reason that stands here. [hf.md](hf.md) has
-        which calls are served. This page is made by code: `docs/families.py` asks the models that the tests
-        run.
+        Which model types `pagoda.hf` serves: {num_served} of the {num_families} that layouts know. The others
+        go to plain `generate`, for the reason given here. [hf.md](hf.md) says which calls are served.
+        `docs/families.py` generates this page from the models that the tests run.
         """,
         _table(("model type", "variant", "layers", "served, or why not"), rows),
         "## What is tested",
         """
-        Each row is a tiny random model in float32 on a CPU, with weights so large that an answer depends on
-        all of its prompt, and a cache so small that prompts push each other out. Tokens must be equal to
-        those of plain `generate` of the same model, and logits up to rounding. Served:
+        Each line is a tiny random model in float32 on a CPU, with weights so large that an answer depends on
+        its whole prompt, and a cache so small that prompts evict each other. Tokens must equal those of plain
+        `generate` of the same model, and logits must be equal up to rounding. Tests of served models:
         """,
         "\n".join(f"- {_first_line(check)}" for check in hf_checks.SERVED),
-        "Not served:",
+        "Test of models that are not served:",
         "\n".join(f"- {_first_line(check)}" for check in hf_checks.REFUSED),
         """
-        Models that see are given text alone; a call with images goes to plain `generate`. Batches, sampling,
+        Vision models are given text alone; a call with images goes to plain `generate`. Batches, sampling,
         beams, assistants, streamers, interruptions, threads and half precision are tested with four of the
-        families, which have all kinds of layers that are served: `tests/differential/test_hf_generate.py`.
+        families, which cover all kinds of layers that are served: `tests/differential/test_hf_generate.py`.
         """,
         "## Making this page",
         "```\npython docs/families.py            # writes it\n"
-        "python docs/families.py --check    # exits 1 if it is not what the code makes\n```",
+        "python docs/families.py --check    # exits 1 if it differs from what the code generates\n```",
     )
     return "\n\n".join(map(_fill, blocks)) + "\n"
 

@@ -3,8 +3,8 @@
     python docs/models.py            writes the page
     python docs/models.py --check    exits 1 if the page is not what this makes
 
-Published figures are data here: where they stand, how they are printed, and which function of a Layout counts
-the same thing. Everything else on the page is asked of the layouts."""
+Published figures are data here: their source, how they are printed, and which function of a Layout counts the
+same thing. Everything else on the page is computed from the layouts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NONE = "–"
 Measure = Callable[[Layout], Fraction]
 
 
-# What is counted. Bytes as the layers have to keep them, before they are cut into pages.
+# What is counted. Bytes as the layers have to keep them, before they are divided into pages.
 
 
 def token(layout: Layout) -> Fraction:
@@ -43,7 +43,7 @@ def token_everywhere(layout: Layout) -> Fraction:
 
 
 def request(length: int, requests: int = 1) -> Measure:
-    """Keys, values and windows of requests of `length` tokens; no recurrent states, no compressors' rows."""
+    """Keys, values and windows of requests of `length` tokens; without recurrent states and compressors."""
 
     def measure(layout: Layout) -> Fraction:
         groups = layout.paged_groups
@@ -122,8 +122,8 @@ PERCENT = Unit(" %", Fraction(1, 100))
 
 @dataclass(frozen=True)
 class Source:
-    """Where a figure stands; `address` is empty where it has no stable one. `secondary` says how it came to
-    us where we did not read it there ourselves."""
+    """The source of a figure. `address` is empty if there is no stable one. `secondary` says how we know the
+    figure if we did not read it there."""
 
     title: str
     address: str
@@ -228,9 +228,9 @@ def _jamba(model: str, printed: str, **more: Any) -> Published:
 
 
 PUBLISHED: tuple[Published, ...] = (
-    Published("deepseek-v3", "a token", token, "70.272 KB", KB, INSIGHTS, BF16),
-    Published("qwen2.5-72b", "a token", token, "327.680 KB", KB, INSIGHTS, BF16),
-    Published("llama-3.1-405b", "a token", token, "516.096 KB", KB, INSIGHTS, BF16),
+    Published("deepseek-v3", "one token", token, "70.272 KB", KB, INSIGHTS, BF16),
+    Published("qwen2.5-72b", "one token", token, "327.680 KB", KB, INSIGHTS, BF16),
+    Published("llama-3.1-405b", "one token", token, "516.096 KB", KB, INSIGHTS, BF16),
     _jamba("jamba-1.5-mini", "4GB", note="without the states"),
     _jamba("llama-3.1-8b", "32GB"),
     _jamba("llama-3.1-70b", "80GB"),
@@ -307,7 +307,7 @@ PUBLISHED: tuple[Published, ...] = (
     ),
     Published(
         "deepseek-v3.2",
-        "a token in one layer, without its indexer key",
+        "one token in one layer, without its indexer key",
         entry("latent", "latent"),
         "656 Bytes",
         B,
@@ -316,7 +316,7 @@ PUBLISHED: tuple[Published, ...] = (
     ),
     Published(
         "gpt-oss-120b",
-        "a token, full layers only",
+        "one token, full layers only",
         token,
         "36864",
         B,
@@ -326,7 +326,7 @@ PUBLISHED: tuple[Published, ...] = (
     ),
     Published(
         "gpt-oss-120b",
-        "a token, windows unused",
+        "one token, windows unused",
         token_everywhere,
         "73,728 bytes/token",
         B,
@@ -386,7 +386,7 @@ PUBLISHED: tuple[Published, ...] = (
     ),
     Published(
         "qwen3-next-80b-a3b",
-        "of it recurrent",
+        "its recurrent part",
         state_part("recurrent"),
         "72.00 MiB",
         MIB,
@@ -395,7 +395,7 @@ PUBLISHED: tuple[Published, ...] = (
     ),
     Published(
         "qwen3-next-80b-a3b",
-        "of it convolutions",
+        "its convolutions",
         state_part("conv"),
         "3.38 MiB",
         MIB,
@@ -424,7 +424,7 @@ PUBLISHED: tuple[Published, ...] = (
     ),
     Published(
         "qwen3.5-27b",
-        "of it recurrent",
+        "its recurrent part",
         state_part("recurrent"),
         "144.00 MiB",
         MIB,
@@ -434,7 +434,7 @@ PUBLISHED: tuple[Published, ...] = (
     ),
     Published(
         "qwen3.5-27b",
-        "of it convolutions",
+        "its convolutions",
         state_part("conv"),
         "5.62 MiB",
         MIB,
@@ -444,7 +444,7 @@ PUBLISHED: tuple[Published, ...] = (
     ),
     Published(
         "kimi-linear-48b-a3b",
-        "a token, less than with latent attention in every layer",
+        "one token, less than with latent attention in every layer",
         saved,
         "up to 75%",
         PERCENT,
@@ -479,7 +479,7 @@ def leaves_out(name: str, *fields: str) -> bool:
 
 
 CAVEATS: Mapping[str, str] = {
-    "deepseek-v3.2": "how many layers predict further tokens, which nothing here counts.",
+    "deepseek-v3.2": "the number of layers that predict further tokens, which this page does not count.",
     "deepseek-v4-flash": "later revisions list more layers that predict further tokens.",
     "deepseek-v4-pro": "later revisions may list more such layers too.",
     "falcon-h1-34b": "its dtype.",
@@ -522,8 +522,8 @@ def _opening() -> str:
     return """
 # Models
 
-What each model that comes with Pagoda stores, and figures that others published beside ours. This page is
-made by code: `docs/models.py` asks the layouts, and a test fails when the page says anything else.
+What each model that comes with Pagoda stores, and published figures beside ours. `docs/models.py` generates
+this page from the layouts, and a test fails if the page differs.
 """
 
 
@@ -533,33 +533,34 @@ def _models() -> str:
     sizes = {group.name: group.page_tokens for each in layouts.values() for group in each.paged_groups}
     pages = ", ".join(f"{name} {sizes[name]}" for name in sorted(sizes))
     padded = [
-        f"{_id(name)} {_number(layout.token_bytes)} B, {_number(token(layout), 2)} B without"
+        f"{_id(name)} {_number(layout.token_bytes)} B, {_number(token(layout), 2)} B without padding"
         for name, layout in layouts.items()
         if layout.token_bytes != token(layout)
     ]
     head = (
         "model",
         "groups × layers",
-        "a token, B",
+        "one token, B",
         f"request of {show_tokens(SHORT)}",
         "request of its context",
-        "state a request",
+        "state per request",
         "checkpoint",
-        "resumes every, tokens",
+        "resume_step, tokens",
     )
     return f"""
 ## What they store
 
-One rank, the model's own dtype, bfloat16 where its config has none. Recurrent states are in float32, entries
-of DeepSeek-V4 and indexer keys in fp8. A token is what one more costs for good: windows and states do not
-grow. A request is the most that it holds while it grows a token at a time: whole pages, and its states. A
-checkpoint is what has to be kept of the states to resume there; it lies in a whole row
-all the same. KiB, MiB and GiB are powers of 1,024; 8k is 8,192 tokens.
+One rank; the model's own dtype, or bfloat16 if its config has none; recurrent states in float32; entries of
+DeepSeek-V4 and indexer keys in fp8. KiB, MiB and GiB are powers of 1,024; 8k is 8,192 tokens.
+
+- A token is what each further token costs for good: windows and states do not grow.
+- A request is the most that it holds while it grows token by token: whole pages, and its state.
+- A checkpoint is what has to be kept of a state to resume from it. In a pool it takes a whole state.
 
 {_table(head, rows)}
 
-Tokens of a page: {pages}. A window group names the tokens it reads. Pages of compressed groups are padded,
-and a token counts its share: {"; ".join(padded)}.
+Tokens per page: {pages}. A window group is listed with its window in tokens. Pages of compressed groups are
+padded, and a token counts its share of the padding: {"; ".join(padded)}.
 """
 
 
@@ -571,7 +572,7 @@ def _model_row(name: str, layout: Layout) -> tuple[str, ...]:
         f"{_id(name)} (`{name}`)",
         ", ".join(_group(group) for group in layout.groups),
         _number(layout.token_bytes) if grows else "0",
-        _size(layout.request_bytes(SHORT)) if context is None or context >= SHORT else "past its context",
+        _size(layout.request_bytes(SHORT)) if context is None or context >= SHORT else "beyond its context",
         f"{show_tokens(context)}: {_size(layout.request_bytes(context))}" if context else NONE,
         _size(states.row_bytes) if states else NONE,
         _size(states.checkpoint_bytes) if states else NONE,
@@ -606,10 +607,10 @@ def _published() -> str:
     return f"""
 ## Published figures beside ours
 
-Ours is what the layers have to keep, before it is cut into pages, in the unit that the published one means:
-some print GB and count GiB. The two agree when ours is within half a unit of the last digit printed. Of
-{len(PUBLISHED)} figures {agree} agree; {differ} differ, and counted as the reason says ours is the published
-one, to its last digit; {len(PUBLISHED) - agree - differ} we cannot explain.
+Our figure is what the layers have to keep, before it is divided into pages, in the unit that the published
+figure means: some print GB and count GiB. The two agree if ours is within half a unit of the last digit
+printed. Of {len(PUBLISHED)} figures {agree} agree. {differ} differ for the reason given; counted in that
+way, ours equals the published one to its last digit. {len(PUBLISHED) - agree - differ} we cannot explain.
 
 {_table(head, rows)}
 
@@ -644,21 +645,21 @@ def _origins() -> str:
     return f"""
 ## Where the configs come from
 
-`src/pagoda/layout/models` has {len(names)} files. Each is the model's own config.json on Hugging Face, cut to
-the fields that decide what is stored; names and nesting are the original's. Values were read in published
-copies of those files, or where they are quoted. All but MiniMax-Text-01, whose config needs code of its own,
-are also loaded with transformers' config classes, and give the same layers: a test says so.
+`src/pagoda/layout/models` has {len(names)} files. Each is the model's config.json on Hugging Face, reduced
+to the fields that decide what is stored, with the original names and nesting. Values were read in published
+copies of those files, or where they are quoted. A test loads all of them with transformers' config classes
+and compares the layers, except for MiniMax-Text-01, whose config needs code of its own.
 
 What they leave out:
 
-- A dtype: {_code(no_dtype)}. Bfloat16 is taken.
-- A context: {_code(no_context)}. The second column of requests is empty there.
-- The pattern of layers of `gemma-3-27b`, five windows and then a full one: its family's default is taken.
-- What recurrent states are stored in: float32 is taken, for they add up rounding errors.
-- Layers that predict further tokens: a config may count them, nothing here does.
-- Everything that stores nothing a token: experts, vocabularies, positions, towers for images and sound.
+- A dtype: {_code(no_dtype)}. We assume bfloat16.
+- A context: {_code(no_context)}. The table shows no request of their context.
+- The pattern of layers of `gemma-3-27b`, five windows and then a full layer: we take its family's default.
+- The dtype of recurrent states: we assume float32, since they accumulate rounding errors.
+- Layers that predict further tokens: a config may count them, this page does not.
+- Everything that stores nothing per token: experts, vocabularies, positions, encoders for images and sound.
 
-What could not be verified, or stands otherwise in other revisions:
+What could not be verified, or differs in other revisions:
 
 {caveats}
 """
@@ -670,7 +671,7 @@ def _command() -> str:
 
 ```
 python docs/models.py            # writes it
-python docs/models.py --check    # exits 1 if it is not what the code makes
+python docs/models.py --check    # exits 1 if it differs from what the code generates
 ```
 
 To add a model, add its config to `src/pagoda/layout/models`; to add a figure, a `Published` to

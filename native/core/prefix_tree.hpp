@@ -299,7 +299,7 @@ class PrefixTree {
   void require_tokens(Ids tokens, int64_t from) const;
   void require_columns(Ids tokens, const std::vector<Ids>& columns) const;
   void require_checkpoints(const std::vector<Checkpoint>& checkpoints, int64_t base, int64_t end) const;
-  void require_evictable(int64_t wanted, const std::string& what, Tally tally) const;
+  void require_evictable(int64_t wanted, const char* what, Tally tally, int column = -1) const;
 
   uint32_t hash(int32_t parent, const int32_t* page) const;
   int32_t find_root(std::string_view space) const;

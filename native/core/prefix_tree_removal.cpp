@@ -6,9 +6,10 @@
 
 namespace pagoda {
 
-void PrefixTree::require_evictable(int64_t wanted, const std::string& what, Tally tally) const {
+void PrefixTree::require_evictable(int64_t wanted, const char* what, Tally tally, int column) const {
   const int64_t evictable = tally.total - tally.locked;
-  if (wanted > evictable) throw OutOfIds{what, wanted, evictable, tally.total};
+  if (wanted <= evictable) return;
+  throw OutOfIds{column < 0 ? what : what + (" of column " + text(column)), wanted, evictable, tally.total};
 }
 
 void PrefixTree::begin(Removal& plan) const {
@@ -77,7 +78,7 @@ void PrefixTree::plan_evict(int64_t n, int column, Removal& plan) const {
   if (column == 0 && !is_window(0)) {
     require_evictable(n, "evictable tokens", tokens_);
   } else {
-    require_evictable(pages, "evictable pages of column " + text(column), this->pages(column));
+    require_evictable(pages, "evictable pages", this->pages(column), column);
   }
   begin(plan);
   if (is_plain()) {

@@ -584,7 +584,7 @@ def test_a_table_that_an_interrupt_left_behind_is_made_good_by_the_next_call(dev
     row = manager.admit_request()
     manager.allocate_block(2, row)
     group = manager._groups[0]
-    group._blocks[row].extend(group.free.alloc(1).tolist())
+    group._blocks[row] += group.free.alloc(1).tolist()
     manager.check()
     assert manager.allocate_block(2, row) == 2
     assert manager.block_tables[2][row].tolist() == [1, 2, -1, -1, -1]

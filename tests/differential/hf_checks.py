@@ -113,14 +113,14 @@ class Checked:
 
 
 def lengths(checked: Checked) -> None:
-    """A prompt again, and its first 48 and 49 tokens: whole pages are hit, but that of the last token."""
+    """A prompt again, and its first 48 and 49 tokens: whole pages are hit, except that of the last token."""
     assert checked.ask(FIRST)[1] == 0
     for length, hit in ((70, 64), (48, 32), (49, 48)):
         assert checked.ask(FIRST[:, :length])[1] == hit
 
 
 def parting(checked: Checked) -> None:
-    """A prompt that parts from another in the middle of a page: the pages before are hit."""
+    """A prompt that leaves another one in the middle of a page: the pages before are hit."""
     assert checked.ask(prompt(41, (11, 1)))[1] == 32
 
 
@@ -132,7 +132,7 @@ def second_turn(checked: Checked) -> None:
 
 
 def eviction(checked: Checked) -> None:
-    """The same prompts again after others have pushed them out."""
+    """The same prompts again after others have evicted them."""
     for number in range(4):
         checked.model.generate(prompt((90, 10 + number)), max_new_tokens=1, do_sample=False)
     assert checked.cache.stats().evicted_pages > 0
@@ -147,7 +147,7 @@ def eviction(checked: Checked) -> None:
 
 
 def left_alone(checked: Checked) -> None:
-    """A prompt twice: plain `generate` answers, the reason is counted, nothing is kept."""
+    """A prompt twice: plain `generate` answers, the reason is counted, nothing is cached."""
     for _ in range(2):
         assert checked.ask(FIRST[:, :40])[1] == 0
     stats = checked.cache.stats()

@@ -82,7 +82,7 @@ def assert_same(ours: Any, plain: Any) -> None:
 
 def spoil(cache: Any) -> None:
     """Changes all keys and values that a cache holds, so that an answer which uses them is wrong."""
-    for pool in cache._memory._pools.values():
+    for pool in cache._memory._pools.pools.values():
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             buffer.add_(
                 torch.randn(buffer.shape, generator=torch.Generator().manual_seed(7)).to(buffer.dtype)

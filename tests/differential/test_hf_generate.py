@@ -1073,7 +1073,7 @@ def test_interrupted_while_copying(case: str, verb: str, monkeypatch: pytest.Mon
     with pagoda.hf.cached(model, "1MiB") as cache:
         if verb == "gather":
             model.generate(prompt(40), **GREEDY)
-        pools = list(cache._memory._pools.values())
+        pools = list(cache._memory._pools.pools.values())
         for at in range(1, 4):
             calls: list[int] = []
             for pool in pools:
@@ -1097,14 +1097,14 @@ def test_no_memory_for_keeping_is_no_reason_to_fail(llama: Any, monkeypatch: pyt
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        for pool in cache._memory._pools.values():
+        for pool in cache._memory._pools.pools.values():
             patch.setattr(pool, "store", full)
         judged(llama, prompt(40), **GREEDY)
     cache.check()
     judged(llama, prompt(40), **GREEDY)
     assert hit(llama) == 0
     with monkeypatch.context() as patch:
-        for pool in cache._memory._pools.values():
+        for pool in cache._memory._pools.pools.values():
             patch.setattr(pool, "gather", full)
         judged(llama, prompt(40), **GREEDY)
         assert cache.last().reason == "no memory for the working copy"
@@ -1189,7 +1189,7 @@ def test_copies_have_the_plain_generate(llama: Any, name: str) -> None:
     assert hit(llama) == 32
 
 
-def out_of_memory(*args: Any) -> None:
+def out_of_memory(*args: Any, **named: Any) -> None:
     raise torch.OutOfMemoryError("tried to allocate")
 
 
@@ -1210,8 +1210,8 @@ def test_what_cannot_be_enabled(llama: Any) -> None:
         with pytest.raises(ConfigError, match=r"^memory: .* TiB hold more tokens than can be numbered: give"):
             pagoda.hf.enable(llama, memory)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pagoda.hf._memory.TokenPool.from_group", out_of_memory)
-        with pytest.raises(ConfigError, match=r"^memory: 1 GiB are not to be had on cpu: give less"):
+        patch.setattr("pagoda.pools.TokenPool.from_group", out_of_memory)
+        with pytest.raises(ConfigError, match=r"^memory: 1 GiB cannot be allocated on cpu: give less"):
             pagoda.hf.enable(llama, "1GiB")
     with pytest.raises(ConfigError, match="memory: 100 B hold no prefix of this model: give at least"):
         pagoda.hf.enable(llama, 100)
@@ -1281,7 +1281,7 @@ def test_memory_is_never_more_than_was_given(case: str) -> None:
             stats = cache.stats()
             assert stats.memory_bytes == memory
             assert memory // 2 <= stats.pool_bytes <= memory  # and most of it is used
-            pools = cache._memory._pools.values()
+            pools = cache._memory._pools.pools.values()
             buffers = [buffer for pool in pools for buffer in (*pool.k_buffer, *pool.v_buffer)]
             assert sum(buffer.nbytes for buffer in buffers) == stats.pool_bytes
 

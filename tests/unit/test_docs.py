@@ -47,9 +47,11 @@ def prelude(code: str) -> dict[str, Any]:
     """What a page may use without making it: `pagoda` and `torch`; where it asks for them, a `model` of
     transformers with one layer, a `tokenizer`, and `inputs` for its `generate`: 40 tokens, two to come."""
     names: dict[str, Any] = {"pagoda": pagoda, "torch": torch}
-    if not free_names(code) & {"model", "inputs", "tokenizer"}:
+    asked = free_names(code) & {"model", "inputs", "tokenizer"}
+    if asked or "import torch, transformers" in code:
+        transformers = pytest.importorskip("transformers", reason="needs transformers")
+    if not asked:
         return names
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.LlamaConfig(**sizes, vocab_size=64, pad_token_id=0)
     ids = torch.arange(1, 41)[None]
@@ -89,7 +91,7 @@ def run_page(blocks: list[tuple[str, str]], name: str, told: Callable[[], str]) 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
 def test_the_examples_of_a_page_run(page: Path, capsys: pytest.CaptureFixture[str]):
     names = run_page(fences(page), page.name, lambda: capsys.readouterr().out)
-    if "model" in names and "cache" in names:  # pagoda.hf is on: a second call finds what the first computed
+    if "inputs" in names and "cache" in names:  # pagoda.hf is on: a second call finds what the first computed
         names["model"].generate(**names["inputs"])
         assert names["cache"].last().hit_tokens == 32
 
@@ -158,8 +160,23 @@ def test_links_lead_somewhere(page: Path):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
-    for target in re.findall(r"`((?:tests|docs|native|bench|src)/[\w/.]+)`", page.read_text()):
+    for target in re.findall(r"`((?:tests|docs|native|bench|src|examples)/[\w/.]+)`", page.read_text()):
         assert (ROOT / target).exists(), target
+    for target in re.findall(r"`(test_\w+\.py)`", page.read_text()):
+        assert list((ROOT / "tests").rglob(target)), target
+
+
+def test_figures_begin_with_a_summary_of_one_screen():
+    summary = (ROOT / "docs" / "figures.md").read_text().split("\n## ")[0]
+    assert len(summary.splitlines()) <= 35
+
+
+def test_an_invariant_has_its_statement_owner_proof_and_reason():
+    rows = re.findall(r"^\| \d+ \|.*$", (ROOT / "docs" / "invariants.md").read_text(), re.MULTILINE)
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert len(cells) == 5, row
+        assert all(cells), row
 
 
 def test_invariants_are_numbered_and_those_that_code_names_exist():

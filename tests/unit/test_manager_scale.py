@@ -69,10 +69,12 @@ def test_pages_are_removed_where_they_were_stored():
             if isinstance(event, Removed):
                 removed.append(ids)
                 assert stored[name][:2] == place
-                assert ids in (stored[name][2:], (-1, stored[name][3]))
-            elif ids[0] < 0:  # a page of the window came back
+                # A run, a single page of the window, or one of each group that a row's own takes the place of.
+                assert ids in (stored[name][2:], (-1, stored[name][3]), (stored[name][2], -1))
+            elif min(ids) < 0:  # one page of the window came back, or was exchanged
                 assert stored[name][:2] == place
-                stored[name] = *stored[name][:3], ids[1]
+                kept = zip(ids, stored[name][2:], strict=True)
+                stored[name] = *place, *(old if new < 0 else new for new, old in kept)
             else:
                 stored[name] = *place, *ids
             parent = keys[p]

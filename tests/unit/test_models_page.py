@@ -123,7 +123,7 @@ def test_every_model_has_its_line():
         f"| state × 64 | 0 | {64 * 5_120 * 19 * 4 / MIB:.2f} MiB | – |",
         # Ten layers of 2,048 channels, two columns in bfloat16.
         f"| {10 * 2_048 * 2 * 2 // 1024} KiB | {10 * 2_048 * 2 * 2 // 1024} KiB | 16 |",
-        "| past its context | 4k: ",
+        "| beyond its context | 4k: ",
     ],
     ids=["full", "window", "state", "small state", "short context"],
 )

@@ -185,9 +185,10 @@ def _encode(x, C: tl.constexpr):
     # NaN and infinity do not affect the scale, so that they leave the other numbers of their block alone.
     # Infinity times 0 is NaN, which a GPU's maximum ignores: one instruction per number instead of a
     # comparison.
-    size = tl.abs(x + x * 0.0)
     if C.is_spelled:
-        size = tl.where(size == size, size, 0.0)
+        size = tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)
+    else:
+        size = tl.abs(x + x * 0.0)
     largest = tl.max(size, 2)
     if C.scales == 1:
         largest = tl.max(largest, 1, keep_dims=True)
