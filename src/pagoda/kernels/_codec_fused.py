@@ -185,7 +185,7 @@ def _encode(x, C: tl.constexpr):
     # NaN and infinity do not affect the scale, so that they leave the other numbers of their block alone.
     # Infinity times 0 is NaN, which a GPU's maximum ignores: one instruction per number instead of a
     # comparison.
-    if C.is_spelled:
+    if C.is_spelled:  # noqa: SIM108 (a branch at compile time)
         size = tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)
     else:
         size = tl.abs(x + x * 0.0)
@@ -258,7 +258,7 @@ def take(token, is_token, values, stride, C: tl.constexpr):
 
 @triton.jit
 def store_at(page, at, is_written, x, pages, scales, ropes, C: tl.constexpr):
-    """Write numbers to entry `at` of each page; padding between scales becomes 0."""
+    """Write numbers to entry `at` of each page; padding after the scales becomes 0."""
     BLOCK: tl.constexpr = C.block  # Triton takes shapes of such names, and not of fields
     BLOCKS: tl.constexpr = C.blocks
     page = page.to(tl.int64)
