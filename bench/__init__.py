@@ -1,1 +1,1 @@
-"""The figures: each module measures one thing beside a peer or the machine's own limit, in one run."""
+"""The benchmarks: each module compares one thing with a peer or with the machine's own limit, in one run."""

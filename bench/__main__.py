@@ -1,4 +1,4 @@
-"""``python -m bench [name …]``: run all benchmarks, or those named; print tables and write JSON."""
+"""``python -m bench [name …]``: run all benchmarks, or the named ones; print tables and write JSON."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def main() -> int:
     unknown = sorted(set(names) - set(HOST + GPU))
     if unknown:
         print(
-            f"bench: no such benchmark: {', '.join(unknown)}; there are {', '.join(HOST + GPU)}",
+            f"bench: unknown benchmark: {', '.join(unknown)}; the benchmarks are {', '.join(HOST + GPU)}",
             file=sys.stderr,
         )
         return 2
     for name in names:
         if name in GPU and not torch.cuda.is_available():
-            print(f"\n{name}: skipped, there is no CUDA device here")
+            print(f"\n{name}: skipped, because this machine has no CUDA device")
             continue
         begin = time.perf_counter()
         print(f"\n{name} …", flush=True)

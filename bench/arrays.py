@@ -1,4 +1,4 @@
-"""What an array argument costs on its way into native code, the call itself included."""
+"""The cost of an array argument on its way into native code, the call itself included."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def run() -> None:
         {"argument": name, "µs": microseconds(lambda array=array: sum_ids(array), 5000)}
         for name, array in arguments.items()
     ]
-    table("one array argument into native code, a call of one element", rows)
+    table("a native call with one array argument of one element", rows)
     save("arrays", rows)

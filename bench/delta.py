@@ -1,4 +1,4 @@
-"""A step on the device: plan, `Pools.apply`, `Pools.batch`; host and device time beside the machine's own."""
+"""A step on the device: plan, `Pools.apply`, `Pools.batch`; host and device time against the machine's."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Row = dict[str, Any]
 BATCH = 256
 LENGTH = 1_000
 WINDOWS = (0, 5)  # window groups beside the full one
-LAYERS = 2  # of each group: they cost memory, a step's metadata is the same for any number
+LAYERS = 2  # per group: layers cost memory, but do not change a step's metadata
 LOOPS = 15  # of one page of steps each, so that all do the same work
 STEPS = PAGE * 60
-SLEEP_CYCLES = 100_000_000  # some 50 ms: longer than asking for what is queued behind
+SLEEP_CYCLES = 100_000_000  # about 50 ms: longer than it takes to queue the work that follows
 IN_GRAPH = 20
 HOST = "host, idle device, µs"
 BOTH = "machine: that copy, and that kernel by Triton"
@@ -41,7 +41,7 @@ class Running:
         self, windows: int, device: str, *, batch: int = BATCH, length: int = LENGTH, steps: int = STEPS
     ) -> None:
         layers: list[Any] = [FullAttention(kv_heads=8, k_dim=128, v_dim=128)] * LAYERS
-        for i in range(windows):  # different sizes, because layers that are alike share a group
+        for i in range(windows):  # different sizes, because equal layers share a group
             layers += [WindowAttention(kv_heads=8, k_dim=128, v_dim=128 + 8 * i, window=WINDOW)] * LAYERS
         layout = Layout(layers, PAGE)
         longest = length + PAGE + steps
@@ -67,12 +67,12 @@ class Running:
         return self.manager.plan(self.rows)
 
     def finish(self, delta: Delta) -> None:
-        """What comes after a step; its fence at once, since nobody computes anything here."""
+        """Finish a step; its fence passes at once, since nothing is computed here."""
         self.manager.commit(self.rows, self.sampled[delta.step % PAGE])
         self.manager.pass_fence(delta.step)
 
     def plan_ahead(self, steps: int) -> tuple[float, float]:
-        """Deltas for `apply`. µs that a step took: `plan`, `finish`; medians of loops of a page of steps."""
+        """Plan deltas for `apply`. Return µs per step of `plan` and `finish`: medians of loops of a page."""
         loops = []
         for _ in range(-(-steps // PAGE)):
             planning = finishing = 0
@@ -96,7 +96,7 @@ class Running:
         self.pools.batch(self.last)
 
     def step(self) -> None:
-        """All of a decode step but the model."""
+        """Run a decode step without the model."""
         delta = self.plan()
         self.pools.apply(delta)
         self.pools.batch(delta)
@@ -104,7 +104,7 @@ class Running:
         self.finish(delta)
 
     def check(self) -> None:
-        """The batch of the last step says what the manager says."""
+        """Check that the batch of the last step agrees with the manager."""
         batch, lengths = self.pools.batch(self.last), self.manager.computed(self.rows)
         assert np.array_equal(batch.lengths.cpu().numpy(), lengths)
         for name in self.pools.pools:
@@ -121,12 +121,12 @@ def run() -> None:
     for windows in WINDOWS:
         rows += costs_of(windows)
         torch.cuda.empty_cache()
-    table(f"a step's delta, {BATCH} decoding requests of {LENGTH:,} tokens and more", rows)
+    table(f"the delta of a step of {BATCH} decoding requests, from {LENGTH:,} tokens each", rows)
     save("delta", [{"figure": "cost", **row} for row in rows])
-    for windows in WINDOWS:  # last, because launches may stay slower once a profiler has looked
+    for windows in WINDOWS:  # last, because launches may stay slower after a profiler has run
         made += asked_of(windows)
         torch.cuda.empty_cache()
-    table("what the device is asked for, a step", made)
+    table("device operations per step", made)
     save("delta", [{"figure": "cost", **row} for row in rows] + [{"figure": "asked", **row} for row in made])
 
 
@@ -186,7 +186,7 @@ def costs_of(windows: int) -> list[Row]:
 
 
 def parts_of_apply(running: Running) -> dict[str, Callable[[], object]]:
-    """What `Pools.apply` does of a step's delta, one by one: the same delta over and over."""
+    """Return the parts of `Pools.apply`, each on the same delta over and over."""
     pools, delta = running.pools, running.plan()
     found = pools._rank.check(delta.packed, delta.step)
     pools.apply(delta)
@@ -205,17 +205,17 @@ def parts_of_apply(running: Running) -> dict[str, Callable[[], object]]:
 
 
 def asked_of(windows: int) -> list[Row]:
-    """What the device is asked for in a step."""
+    """Return the device operations of a step."""
     running = Running(windows, "cuda")
     for _ in range(PAGE):
         running.step()
-    was_asleep = was_asleep_during(running.step)  # before the profiler looks
+    was_asleep = was_asleep_during(running.step)  # before the profiler runs
     return [
         {
             "groups": windows + 1,
             "call": "a step",
             **asked(running.step),
-            "synchronisations": 0,  # or it would have raised
+            "synchronisations": 0,  # one would have raised
             f"{PAGE} steps asked before the device began": was_asleep,
         }
     ]
@@ -226,7 +226,7 @@ def _or_dash(value: float | None) -> float | str:
 
 
 def machine(num_bytes: int) -> dict[str, Callable[[], object]]:
-    """What the machine itself takes for a copy of as many bytes, and for launches of nothing."""
+    """Return the machine's own limits: a copy of the same number of bytes, and empty launches."""
     import triton
 
     @triton.jit
@@ -252,9 +252,9 @@ def machine(num_bytes: int) -> dict[str, Callable[[], object]]:
 
 
 def queued_microseconds(call: Callable[[], object], number: int = PAGE, repeats: int = 11) -> float | None:
-    """Device time of a call when many wait in the stream: the median, and no gap of the host's in it.
+    """Return the median device time of a call with many queued in the stream, without gaps of the host.
 
-    None where the host did not get ahead of a sleeping device in any repeat.
+    None if the host did not get ahead of a sleeping device in any repeat.
     """
     times = []
     for _ in range(repeats):
@@ -273,7 +273,7 @@ def queued_microseconds(call: Callable[[], object], number: int = PAGE, repeats:
 
 
 def was_asleep_during(call: Callable[[], object]) -> str:
-    """Whether the host was done with a page of calls before the device began with the first."""
+    """Return whether the host finished a page of calls before the device began the first."""
     with no_waiting():
         woken = torch.cuda.Event()
         torch.cuda._sleep(SLEEP_CYCLES)
@@ -284,7 +284,7 @@ def was_asleep_during(call: Callable[[], object]) -> str:
 
 
 def asked(call: Callable[[], object]) -> Row:
-    """Copies and launches of a call that waits for nothing, as the profiler sees them on the device."""
+    """Return the copies and launches of a call that does not wait, as the profiler sees them."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
@@ -300,7 +300,7 @@ def asked(call: Callable[[], object]) -> Row:
 
 
 def counted(names: list[str], calls: int) -> Row:
-    """Of the names of what a device did in so many calls, how often it did each in one."""
+    """Count how often each named device operation occurred per call."""
     kinds = Counter(
         "to the device"
         if "HtoD" in name
@@ -315,5 +315,5 @@ def counted(names: list[str], calls: int) -> Row:
         kind: kinds[kind] / calls for kind in ("to the device", "other copies", "memsets", "launches")
     }
     found["kernels"] = ", ".join(sorted({name[:40] for name in names if "Mem" not in name}))
-    # A profiler that may not look at the device sees nothing at all: that is no zero.
+    # A profiler without access to the device sees nothing at all, which does not mean zero.
     return found if names else dict.fromkeys(found, "not seen")

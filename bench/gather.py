@@ -18,7 +18,7 @@ BF16, FLOAT = torch.bfloat16, torch.float32
 
 
 def slots_of(pool: TokenPool, order: str, n: int) -> torch.Tensor:
-    """n slots on the host, the padding page left out."""
+    """Return n slots on the host, without the padding page."""
     if order == "consecutive":
         return torch.arange(PAGE, PAGE + n)
     if order == "random":
@@ -27,7 +27,7 @@ def slots_of(pool: TokenPool, order: str, n: int) -> torch.Tensor:
     slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()[:n]
     if (
         order == "shuffled pages, padded"
-    ):  # as a row of a batch is: no page begins where a page of the output does
+    ):  # as in a row of a batch: pages of the pool and of the output begin at different tokens
         slots = torch.cat([slots.new_full((5,), -1), slots[:-5]])
     return slots
 
@@ -43,7 +43,7 @@ class Gathering:
         self.num_bytes = 2 * layers * n * shape[0] * shape[1] * dtype.itemsize
 
     def outputs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Written once: memory that the system has not handed out yet costs page faults."""
+        """Return outputs that were written once, since the first write to memory costs page faults."""
         k, v = (
             [
                 torch.ones(self.n, *self.shape, dtype=self.dtype, device=self.device)
@@ -54,12 +54,12 @@ class Gathering:
         return k, v
 
     def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A tensor of as many bytes as are gathered, and one to copy it to."""
+        """Return a tensor of the same number of bytes, and one to copy it to."""
         source = torch.randint(0, 256, (self.num_bytes,), dtype=torch.uint8, device=self.device)
         return source, torch.ones_like(source)
 
     def copy_microseconds(self, sets: int) -> tuple[float, float]:
-        """Device time of a copy of equal bytes: as one tensor, and in pieces.
+        """Return the device time of a copy of equal bytes: as one tensor, and in pieces.
 
         An H200 copies 1 GiB at once at two thirds of the speed at which it copies four pieces.
         """
@@ -119,7 +119,7 @@ def on_gpu(n: int, layers: int, shape: tuple[int, int], order: str = "shuffled p
     copy_us = min(whole_us, pieces_us)
     host = [slots_of(pool, order, n) for _ in range(sets)]
     outs = [made.outputs() for _ in range(sets)]
-    # A call sends addresses, which is not captured: the graph holds the launch alone, as the copy's does.
+    # A call sends addresses, which cannot be captured: like the copy's, the graph has the launch alone.
     flat = [[out for pair in zip(*both, strict=True) for out in pair] for both in outs]
     addresses = [torch.tensor([out.data_ptr() for out in each], device="cuda") for each in flat]
     slots = [each.to("cuda") for each in host]
@@ -128,7 +128,7 @@ def on_gpu(n: int, layers: int, shape: tuple[int, int], order: str = "shuffled p
         gather(slots[i], pool._pages, pool._addresses, PAGE, flat[i], addresses[i])
 
     gather_us = graph_microseconds([lambda i=i: launch(i) for i in range(sets)])
-    # The whole call, its small copy included: behind one another, so that the host's time does not show.
+    # The whole call, its small copy included; calls are queued, so that host time does not show.
     numpy_slots = host[0].numpy()
     call_us = queued_microseconds(lambda: pool.gather(numpy_slots, *outs[0]), 8)
     host_us = host_microseconds(lambda: pool.gather(numpy_slots, *outs[0]), 4)

@@ -1,5 +1,5 @@
-"""The drop-in for Hugging Face: what a cached prefix saves, what a miss costs, beside what transformers
-offers.
+"""The drop-in for Hugging Face: what a cached prefix saves and what a miss costs, against the caches of
+transformers.
 
 On a CPU with SmolLM2-135M-Instruct in float32, real weights and text; on a GPU with a random Llama of 1 B
 parameters."""
@@ -40,7 +40,7 @@ GPU_CACHED, GPU_NEW = (8_192, 32_768), 16
 
 
 def run() -> None:
-    """All that this machine can measure; tables, and JSON."""
+    """Run what this machine can measure; print tables and write JSON."""
     rows = on_gpu() if torch.cuda.is_available() else [*first_token(), *beside_transformers()]
     save("hf_gpu" if torch.cuda.is_available() else "hf", rows)
 
@@ -49,16 +49,17 @@ def run() -> None:
 
 
 def first_token() -> list[Row]:
-    """Time to the first token: plain, with a cached prefix, and a miss; interleaved, the best of some.
+    """Measure the time to the first token without a cache, with a cached prefix, and for a miss: interleaved,
+    the best of several.
 
-    One thread: on few cores two wait for whatever else runs."""
+    One thread, because on few cores two would wait for other processes."""
     torch.set_num_threads(1)
     model, tokenizer = load("smollm2")
     words = tokenizer(TEXT.read_text())["input_ids"]
     source = random.Random(1)
     stem = (words * (1 + CACHED // len(words)))[:CACHED]
     attempts: dict[str, list[float]] = {"plain": [], "hit": [], "miss": [], "no look-up, no copy": []}
-    # The least that a hit can take: the model over a cache that is in place before the clock starts.
+    # The lower bound of a hit: the model with a cache that is in place before the clock starts.
     in_place = DynamicCache(config=model.config)
     with torch.no_grad():
         model(torch.tensor([stem]), past_key_values=in_place)
@@ -90,7 +91,7 @@ def first_token() -> list[Row]:
 
 
 class FirstToken:
-    """A streamer that notes when the first new token comes, after the prompt."""
+    """A streamer that records when the first new token after the prompt arrives."""
 
     def __init__(self) -> None:
         self.count, self.at = 0, 0.0
@@ -105,7 +106,7 @@ class FirstToken:
 
 
 def seconds(model: Any, ids: torch.Tensor, **more: Any) -> float:
-    """Wall time to the first token, which is on the host then."""
+    """Return the wall time until the first token is on the host."""
     streamer = FirstToken()
     begin = time.perf_counter()
     model.generate(
@@ -123,7 +124,7 @@ def seconds(model: Any, ids: torch.Tensor, **more: Any) -> float:
 
 
 class Counting:
-    """Tokens that went through the model, and when its first pass was done."""
+    """Counts the tokens that the model computed, and records when its first pass was done."""
 
     def __init__(self, model: Any) -> None:
         self.tokens = 0
@@ -149,7 +150,7 @@ Answer = Callable[[int, list[int]], list[int]]  # conversation, prompt → new t
 
 
 def turns(tokenizer: Any) -> list[tuple[int, list[int], list[int]]]:
-    """Conversation, its system prompt, what the user says: in an order in which conversations take turns."""
+    """Return (conversation, system prompt, user message), with conversations taking turns."""
     source = random.Random(5)
     words = tokenizer(TEXT.read_text())["input_ids"]
     systems = [words[i * 150 : i * 150 + 400] for i in range(SYSTEMS)]
@@ -159,7 +160,8 @@ def turns(tokenizer: Any) -> list[tuple[int, list[int], list[int]]]:
 
 
 def beside_transformers() -> list[Row]:
-    """The same requests, one after the other, memory for a third of them: hit rate, first token, speed."""
+    """Run the same requests, one after the other, with memory for a third of them: hit rate, first token,
+    speed."""
     model, tokenizer = load("smollm2")
     counting = Counting(model)
     script = turns(tokenizer)
@@ -231,8 +233,8 @@ def with_pagoda(model: Any, num_tokens: int) -> Iterator[Answer]:
 
 @contextmanager
 def by_hand(model: Any, num_tokens: int) -> Iterator[Answer]:
-    """A DynamicCache a conversation, and one a system prompt; whole ones go when there is no room, oldest
-    first."""
+    """One DynamicCache per conversation and per system prompt; whole caches are dropped when memory is short,
+    oldest first."""
     kept: OrderedDict[tuple[int, ...], DynamicCache] = OrderedDict()
 
     def answer(conversation: int, prompt: list[int]) -> list[int]:
@@ -241,7 +243,7 @@ def by_hand(model: Any, num_tokens: int) -> Iterator[Answer]:
         cache = copy.deepcopy(kept[key]) if key else DynamicCache(config=model.config)
         if key:
             kept.move_to_end(key)
-        else:  # the part that others share is computed by itself, to be kept
+        else:  # the shared part is computed separately, so that it can be kept
             stem = torch.tensor([prompt[:400]])
             with torch.inference_mode():
                 model(stem, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -290,7 +292,8 @@ METHODS = {
 
 
 def on_gpu() -> list[Row]:
-    """First token with a long cached prefix against computing it, and the copy into the working cache."""
+    """Compare the first token with a long cached prefix and without one, and measure the copy into the
+    working cache."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=2048,
@@ -339,7 +342,7 @@ def on_gpu() -> list[Row]:
 
 
 def copy_in(model: Any, cache: Any, stem: torch.Tensor) -> tuple[float, float]:
-    """µs of device time: reading a prefix out of the pool, and a plain copy of as many bytes."""
+    """Return µs of device time: reading a prefix from the pool, and a plain copy of the same bytes."""
     memory = cache._memory
     row = stem[0].cpu().numpy().astype("int32")
     space = f"@{identity(model)}".encode()

@@ -1,5 +1,5 @@
-"""Compressed attention on the GPU: every gather and every quantising write against a device copy that moves
-as many bytes, and what a request costs the host against the same kept in device tensors."""
+"""Compressed attention on the GPU: every gather and every quantising write against a device copy of the same
+bytes, and the host time of a request against bookkeeping in device tensors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Row = dict[str, Any]
 
 KV, FP8_KEYS, FP4_KEYS = compressed_fp8(512, 64), index_keys(128, "fp8"), index_keys(128, "fp4")
 BF16 = torch.bfloat16
-PIECE = 256 << 20  # bytes: an H200 copies several such faster than one tensor of a gigabyte
+PIECE = 256 << 20  # bytes: an H200 copies several pieces faster than one tensor of a gigabyte
 
 
 class Work(NamedTuple):
-    """One call: what it does, the bytes that it must read and write, itself, and the torch reference."""
+    """One call: its name, the bytes that it must read and write, the kernel, and the torch reference."""
 
     name: str
     num_bytes: int
@@ -36,13 +36,13 @@ class Work(NamedTuple):
 
 
 def work(name: str, num_bytes: int, kernel: str, args: tuple[Any, ...]) -> Work:
-    """A call of a kernel of `entries`, by name."""
+    """Return a call of a kernel of `entries`, by name."""
     calls = [functools.partial(getattr(each, kernel), *args) for each in (entries, entries_reference)]
     return Work(name, num_bytes, calls[0], calls[1])
 
 
 class Batch:
-    """Requests with `num_tokens` new tokens each behind `start` others, over pools of noise."""
+    """Requests with `num_tokens` new tokens each after `start` others, over pools of noise."""
 
     def __init__(self, num_requests: int, num_tokens: int, start: int) -> None:
         self.num_requests, self.num_tokens, self.start = num_requests, num_tokens, start
@@ -56,7 +56,7 @@ class Batch:
         self.total = num_requests * num_tokens
 
     def pages(self, entry: Any, ratio: int, block: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """A table whose blocks are shuffled, their pages, and entries a page."""
+        """Return a table of shuffled blocks, their pages, and the entries per page."""
         num_blocks = -(-(self.start + self.num_tokens) // block)
         per_page = block // ratio
         ids = 1 + torch.randperm(self.num_requests * num_blocks, device="cuda", dtype=torch.int32)
@@ -66,7 +66,7 @@ class Batch:
         return table, torch.randint(0, 126, shape, dtype=torch.uint8, device="cuda"), per_page
 
     def ring(self, codec: Codec, size: int) -> Ring:
-        """Rings that hold the last tokens of each request."""
+        """Return rings with the last tokens of each request."""
         shape = (self.num_requests + 1, size)
         data, scales = (
             torch.randint(0, 126, (*shape, n), dtype=torch.uint8, device="cuda")
@@ -86,7 +86,7 @@ def chosen(batch: Batch, k: int) -> Work:
     codec, ratio = Codec.of(KV), 4
     table, pages, per_page = batch.pages(KV, ratio, 128)
     visible = batch.start // ratio
-    # Every entry of a request about as often as any other: what an indexer picks is spread over the context.
+    # Every entry of a request is about equally likely: an indexer's picks are spread over the context.
     picks = torch.randint(0, visible, (batch.total, k), dtype=torch.int32, device="cuda")
     out = torch.empty(batch.total, k, codec.dim, dtype=BF16, device="cuda")
     mask = torch.empty(batch.total, k, dtype=torch.bool, device="cuda")
@@ -153,7 +153,7 @@ def write_entries(batch: Batch, entry: Any, ratio: int, name: str) -> Work:
 
 
 def compressor(batch: Batch, ratio: int, channels: int) -> Work:
-    """Pooling and keeping: of every end the tokens of its entry are read, of all tokens two rows written."""
+    """Compress and push: the tokens of each finished entry are read, and values and scores of all written."""
     places = ratio * channels // 512
     shape = (batch.num_requests + 1, places, channels)
     state = [torch.randn(shape, device="cuda") for _ in range(2)]
@@ -169,19 +169,19 @@ def compressor(batch: Batch, ratio: int, channels: int) -> Work:
 
     calls = [functools.partial(both, each) for each in (compress, compress_reference)]
     kept = batch.num_requests * min(places, batch.num_tokens)
-    # Each token is read once for each entry that it is part of, half of its channels where it is of two.
+    # Each token is read once per entry that it is part of: half of its channels if it is part of two.
     moved = ends * ratio * channels * 8 + kept * channels * 16 + out.numel() * 4
     return Work(f"compress and push, ratio {ratio}, {batch.total:,} tokens", moved, *calls)
 
 
 def _used_bytes(codec: Codec) -> int:
-    """Bytes of an entry that hold something: one byte of eight of a DeepSeek-V4 entry's scales does not."""
+    """Return the bytes of an entry without padding, which is one of eight scale bytes in DeepSeek-V4."""
     scale = 4 if codec.scale_dtype == "float32" else 1
     return codec.data_bytes + codec.num_scales * scale
 
 
 def copy_microseconds(num_bytes: int) -> float:
-    """Device time of a copy that reads half of the bytes and writes as many: at once or in pieces."""
+    """Return the device time of a copy that reads half of the bytes and writes half, at once or in pieces."""
     source = torch.randint(0, 256, (num_bytes // 2,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     pieces = list(zip(source.split(PIECE), target.split(PIECE), strict=True))
@@ -195,7 +195,7 @@ def copy_microseconds(num_bytes: int) -> float:
 
 
 def reference_microseconds(call: Callable[[], None]) -> float:
-    """Wall time of the torch reference, which waits for the device: the best of three."""
+    """Return the wall time of the torch reference, which waits for the device: the best of three."""
     call()
     return min(host_microseconds(call, 1, 1) for _ in range(3))
 
@@ -247,7 +247,7 @@ def large() -> list[Row]:
 
 
 def small() -> list[Row]:
-    """256 requests, one new token each; every fourth of them, or each, ends an entry."""
+    """Measure 256 requests with one new token each; every fourth of them, or each, ends an entry."""
     step = lambda: Batch(256, 1, 8_191)  # noqa: E731
     return measure(
         [
@@ -269,7 +269,7 @@ def small() -> list[Row]:
 
 
 class OnDevice:
-    """Rows and blocks as the public design keeps them: in device tensors, found by a scan, read back."""
+    """Rows and blocks as in the public design: in device tensors, found by a scan and read back."""
 
     def __init__(self, num_rows: int, num_blocks: int, columns: int) -> None:
         self.is_free = torch.ones(num_rows, dtype=torch.bool, device="cuda")
@@ -338,7 +338,7 @@ def requests() -> list[Row]:
 def run() -> None:
     torch.manual_seed(0)
     rows = large()
-    table("compressed attention: a gigabyte and more, by graph replay", rows)
+    table("compressed attention: at least one gigabyte, by graph replay", rows)
     decode = small()
     table("compressed attention: 256 requests with one new token, by graph replay", decode)
     host = requests()

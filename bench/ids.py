@@ -1,4 +1,4 @@
-"""Allocating and freeing ids, against the size of the list and against the free-lists of public designs."""
+"""Allocating and freeing ids, by size of the list, and against the free-lists of public designs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNTS = [1, 16, 128, 4096]
 
 
 def fragmented(size: int) -> FreeList:
-    """A list of which every other id, at random, is held."""
+    """Return a list in which a random half of the ids is held."""
     ids = FreeList(size)
     ids.alloc(size)
     ids.free(np.flatnonzero(np.random.default_rng(0).random(size) < 0.5).astype(np.int32) + 1)
@@ -29,7 +29,7 @@ def cycle(ids: FreeList, n: int) -> Callable[[], object]:
 
 
 def fenced_cycle(ids: FreeList, n: int) -> Callable[[], object]:
-    """Freed behind a fence of its own, which then passes: what a step does."""
+    """Free ids with their own fence, which then passes, as in a step."""
     fences = itertools.count()
 
     def cycle() -> None:
@@ -41,7 +41,7 @@ def fenced_cycle(ids: FreeList, n: int) -> Callable[[], object]:
 
 
 class CatFreeList:
-    """The free-list of the public designs: a tensor of free slots, cut at the front, joined at the back."""
+    """The free-list of the public designs: a tensor of free slots, cut at the front, appended at the back."""
 
     def __init__(self, size: int) -> None:
         self.slots = torch.arange(1, size + 1, dtype=torch.int32)
@@ -55,7 +55,7 @@ class CatFreeList:
 
 
 class SortedFreeList(CatFreeList):
-    """The same with lowest slots first: sorted whenever slots come back."""
+    """The same with lowest slots first: sorted whenever slots are freed."""
 
     def free(self, slots: torch.Tensor) -> None:
         self.slots = torch.sort(torch.cat((self.slots, slots)))[0]

@@ -1,4 +1,4 @@
-"""The manager without any peer: decode steps against batch and context, prefill, admission, fork, release."""
+"""The manager without a peer: decode steps by batch and context, prefill, admission, fork, release."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ WINDOWS = (0, 5)  # window groups beside the full one
 BATCHES = (1, 4, 16, 64, 256, 1_024, 4_096)
 LENGTHS = (1_024, 10_240, 102_400, 1_024_000)
 CHUNK = 2_048
-NEW = 500  # tokens of a prompt behind its hit
-RUNNING = 16  # requests of the figure against length
+NEW = 500  # tokens of a prompt after its hit
+RUNNING = 16  # requests in the figure by length
 SAMPLES = 40
-REPEATS = 4  # fresh managers; the least of each statistic is kept
+REPEATS = 4  # fresh managers; the minimum of each statistic is kept
 WORST = (256, 1_024, 4_096)
-STEPS = 40 * PAGE  # of the figure of single steps: rows of contexts like these begin a new chunk ten times
+STEPS = 40 * PAGE  # in the figure of single steps: rows of such contexts begin a new chunk ten times
 
 FIGURES = {
-    "batch": "a decode step against requests, contexts of 1,000 tokens; best median / p99 of all",
-    "worst": "single decode steps, contexts of 1,000 tokens; median / p99 / max of a run, the least of each",
-    "length": f"against context: a step of {RUNNING} requests, one request's chunk, admission, fork, release",
+    "batch": "a decode step by number of requests, contexts of 1,000 tokens; best median / p99 of all",
+    "worst": "single decode steps, contexts of 1,000 tokens; median / p99 / max of a run, minimum of each",
+    "length": f"by context: a step of {RUNNING} requests, one request's chunk, admission, fork, release",
 }
 
 
@@ -42,17 +42,17 @@ def run() -> None:
     figures: dict[str, Callable[[], list[Row]]] = {"batch": by_batch, "worst": by_worst, "length": by_length}
     rows: list[Row] = []
     for name, title in FIGURES.items():
-        # In turn, so that a noisy minute hits all of them.
+        # In turn, so that a noisy minute affects all of them.
         tries = [figures[name]() for _ in range(REPEATS)]
         part = [_best(same) for same in zip(*tries, strict=True)]
         table(title, [_shown(row) for row in part])
         rows += [{"figure": name, **row} for row in part]
-        save("manager", rows)  # what is measured already is kept if this is interrupted
+        save("manager", rows)  # after each figure, so that an interrupt loses little
     table("goals", goals(rows))
 
 
 def goals(rows: list[Row]) -> list[Row]:
-    """What we set out to reach, and whether we did."""
+    """Return the goals, and whether they are met."""
     found = []
     for row in rows:
         if row["figure"] == "batch" and row["groups"] == 1 and row["requests"] == 256:
@@ -72,7 +72,7 @@ def by_batch(batches: tuple[int, ...] = BATCHES) -> list[Row]:
 
 
 def by_worst(batches: tuple[int, ...] = WORST) -> list[Row]:
-    """Every step by itself: rows that fill their pages in different steps, and all in the same one."""
+    """Measure every step: rows that fill their pages in different steps, and all in the same one."""
     found = []
     for windows in WINDOWS:
         for batch in batches:
@@ -100,16 +100,16 @@ def measured(length: int, windows: int) -> Row:
 def running(
     batch: int, length: int, windows: int, *, own_length: bool = True
 ) -> tuple[Manager, npt.NDArray[np.int32]]:
-    """A manager and its running rows, of random tokens.
+    """Return a manager and its running rows, of random tokens.
 
-    `own_length`: up to a page longer, so that pages do not all fill in the same step.
+    `own_length`: rows are up to a page longer, so that their pages fill in different steps.
     """
     layers: list[Any] = [FullAttention(kv_heads=8, k_dim=128, v_dim=128)]
-    for i in range(windows):  # different sizes, because layers that are alike share a group
+    for i in range(windows):  # different sizes, because equal layers share a group
         layers.append(WindowAttention(kv_heads=8, k_dim=128, v_dim=128 + i, window=WINDOW))
     layout = Layout(layers, PAGE)
     longest = length + max(STEPS, SAMPLES * PAGE) + 2 * PAGE + CHUNK * 4
-    # Every row at its longest, a prompt that is admitted, and forks.
+    # Enough for every row at its longest, one more prompt, and forks.
     pages = (batch + 2) * -(-longest // PAGE)
     capacity = {group.name: pages for group in layout.groups}
     manager = Manager(layout, capacity, num_rows=batch + 4, max_tokens=longest)
@@ -126,7 +126,7 @@ def running(
 
 
 def prompts_of(lengths: npt.NDArray[np.int64]) -> Iterator[Int32]:
-    """The prompts of running rows, one after the other: the same whenever they are asked for."""
+    """Yield the prompts of running rows, the same each time."""
     rng = np.random.default_rng(0)
     for length in lengths.tolist():
         yield random_tokens(rng, length)
@@ -137,7 +137,7 @@ def random_tokens(rng: np.random.Generator, *shape: int) -> Int32:
 
 
 def step_cost(manager: Manager, rows: Int32) -> dict[str, Any]:
-    """A step: one token each. A page's worth of steps at a time, so that all samples do the same work."""
+    """Time steps of one token per row, a page of steps at a time, so that all samples do the same work."""
     sampled = random_tokens(np.random.default_rng(1), PAGE, len(rows))
     samples = []
     for _ in range(SAMPLES):
@@ -152,7 +152,7 @@ def step_cost(manager: Manager, rows: Int32) -> dict[str, Any]:
 
 
 def steps_cost(manager: Manager, rows: Int32) -> dict[str, Any]:
-    """Single steps of one token each: what most cost, and the worst."""
+    """Time single steps of one token per row: the usual ones and the worst."""
     rng = np.random.default_rng(1)
     samples = []
     for _ in range(STEPS):
@@ -169,7 +169,7 @@ def steps_cost(manager: Manager, rows: Int32) -> dict[str, Any]:
 
 
 def chunk_cost(manager: Manager, rows: Int32) -> dict[str, Any]:
-    """A chunk of a prefill, of one request."""
+    """Time one chunk of a request's prefill."""
     rng = np.random.default_rng(2)
     samples = []
     for row in rows.tolist() * 3:
@@ -184,7 +184,7 @@ def chunk_cost(manager: Manager, rows: Int32) -> dict[str, Any]:
 
 
 def admission_cost(manager: Manager, rows: Int32) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A prompt whose beginning is what a running row has; then its end, until its fence has passed."""
+    """Time a prompt that shares a running row's beginning; then its release, until its fence has passed."""
     length = int(manager.committed(rows[:1])[0])
     rng = np.random.default_rng(4)
     admissions, releases = [], []
@@ -206,7 +206,7 @@ def admission_cost(manager: Manager, rows: Int32) -> tuple[dict[str, Any], dict[
 
 
 def fork_cost(manager: Manager, row: int) -> dict[str, Any]:
-    """One continuation, which is released again."""
+    """Time one fork, which is released again."""
     samples = []
     for _ in range(SAMPLES):
         begin = now()
@@ -218,7 +218,7 @@ def fork_cost(manager: Manager, row: int) -> dict[str, Any]:
 
 
 def _best(tries: Sequence[Row]) -> Row:
-    """The least of each statistic."""
+    """Return the minimum of each statistic."""
     return {
         key: {stat: min(row[key][stat] for row in tries) for stat in value}
         if isinstance(value, dict)
@@ -228,9 +228,9 @@ def _best(tries: Sequence[Row]) -> Row:
 
 
 def _shown(row: Row) -> Row:
-    """The best median and the 99th percentile in one cell; of a step, what it comes to for a request.
+    """Show the best median and the 99th percentile in one cell; for a step, also the cost per request.
 
-    Of single steps the median of all and the worst: they do not all do the same work."""
+    For single steps, show the median of all and the worst, since they do not all do the same work."""
 
     def cell(value: dict[str, Any]) -> str:
         if "max_us" in value:

@@ -19,11 +19,11 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def microseconds(call: Callable[[], object], number: int, repeats: int = 60) -> float:
-    """CPU time of one call in this thread: the best of `repeats` loops of `number` calls.
+    """Return the CPU time of one call in this thread: the best of `repeats` loops of `number` calls.
 
-    The best, because what a shared machine adds is never negative; loops a little apart, because a
-    busy neighbour on the same core halves the speed of both for milliseconds. The loop's own cost is
-    measured the same way and taken off. The garbage collector is off.
+    The best, because noise of a shared machine is never negative; loops a little apart, because a busy
+    neighbour on the same core halves the speed of both for milliseconds. The loop's own cost is measured the
+    same way and subtracted. The garbage collector is off.
     """
 
     def loop(body: Callable[[], object]) -> float:
@@ -47,7 +47,7 @@ def microseconds(call: Callable[[], object], number: int, repeats: int = 60) -> 
 
 
 def graph_microseconds(calls: list[Callable[[], object]], repeats: int = 21) -> float:
-    """Device time of one of `calls`: the median replay of a graph that holds all of them, once each."""
+    """Return the device time of one of `calls`: the median replay of a graph with all of them, once each."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:
@@ -70,10 +70,10 @@ def graph_microseconds(calls: list[Callable[[], object]], repeats: int = 21) -> 
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """A stretch in which torch raises at any call that waits for the device."""
+    """Make torch raise at any call that waits for the device."""
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+        warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -100,7 +100,7 @@ def _text(cell: Any) -> str:
 
 
 def save(name: str, rows: list[dict[str, Any]]) -> None:
-    """Write rows and what they were measured on to results/NAME.json."""
+    """Write rows, and the machine that they were measured on, to results/NAME.json."""
     RESULTS.mkdir(exist_ok=True)
     machine = {
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""``python -m bench.plot``: bench/results/*.json → docs/plots/*.svg. Draws what is there, no more."""
+"""``python -m bench.plot``: bench/results/*.json → docs/plots/*.svg. Draws only existing results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 
 def results(name: str) -> list[Row]:
-    """The rows of one benchmark; none if it was not run."""
+    """Return the rows of one benchmark; none if it was not run."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text())["rows"] if path.exists() else []
 
@@ -67,9 +67,7 @@ def main() -> None:
 
 
 def by_leaves(rows: list[Row], peers: list[Row]) -> None:
-    figure, axes = _axes(
-        "leaves in the tree", "Cost of an operation against leaves (prompts of 1,500 tokens)"
-    )
+    figure, axes = _axes("leaves in the tree", "Cost of an operation by leaves (prompts of 1,500 tokens)")
     _lines(axes, rows, "leaves", ["match, µs", "insert, µs", "lock + release, µs", "evict, µs"])
     first_page = min((row["page"] for row in peers), default=0)
     for name, colour in PEER_COLOURS.items():
@@ -84,7 +82,7 @@ def by_leaves(rows: list[Row], peers: list[Row]) -> None:
 
 
 def by_length(rows: list[Row]) -> None:
-    figure, axes = _axes("tokens of the prompt", "Cost of an operation against length (out of cache)")
+    figure, axes = _axes("tokens of the prompt", "Cost of an operation by length (out of cache)")
     names = ["match, µs", "insert half new, µs", "insert new, µs", "evict as many, µs", "lock + release, µs"]
     _lines(axes, rows, "tokens", names)
     points = [(row["tokens"], row["machine, µs"]["best_us"]) for row in rows]
@@ -105,7 +103,7 @@ def by_batch(rows: list[Row], peers: list[Row]) -> None:
 
 
 def by_context(rows: list[Row]) -> None:
-    figure, axes = _axes("tokens of context", "Cost of the manager's calls against context")
+    figure, axes = _axes("tokens of context", "Cost of the manager's calls by context")
     names = [name for name in rows[0] if name.endswith(", µs")]
     for groups, line in zip(sorted({row["groups"] for row in rows}), ("o-", "o--"), strict=False):
         here = [row for row in rows if row["groups"] == groups]

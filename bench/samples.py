@@ -1,4 +1,4 @@
-"""Timing one operation at a time: percentiles need every sample, where `measure` needs only the best loop."""
+"""Timing one operation at a time: percentiles need every sample, `measure` only the best loop."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-# CPU time of this thread: being descheduled by a neighbour does not count. Its own cost (a system call)
-# is taken off each sample.
+# CPU time of this thread, so that being descheduled does not count. The clock's own cost (a system call) is
+# subtracted from each sample.
 now = time.thread_time_ns
 BATCH = 20  # the shortest operations are timed this many at a time
 
 
 def _clock_cost_ns() -> int:
-    """The tenth percentile: taking off too little is honest, a median of a noisy moment would be too much."""
+    """The tenth percentile: subtracting too little is honest, a noisy median would subtract too much."""
     samples = []
     for _ in range(5000):
         begin = now()
@@ -30,10 +30,10 @@ CLOCK_NS = _clock_cost_ns()
 
 
 def stats(samples_ns: Sequence[int]) -> dict[str, Any]:
-    """Of samples that hold the cost of the clock once each.
+    """Return statistics of samples that include the cost of the clock once each.
 
-    `best_us` is the least median of a block of 100 consecutive samples: what a busy neighbour adds is never
-    negative, and it stays for seconds. It says something only where all samples do the same work.
+    `best_us` is the lowest median of any 100 consecutive samples: noise of a busy neighbour is never negative
+    and lasts for seconds. It is meaningful only if all samples do the same work.
     """
     us = np.maximum(np.asarray(samples_ns, dtype=np.float64) - CLOCK_NS, 1.0) / 1e3
     blocks = np.array_split(us, max(1, len(us) // 100))
@@ -47,12 +47,12 @@ def stats(samples_ns: Sequence[int]) -> dict[str, Any]:
 
 
 def each_of_batch(elapsed_ns: int, count: int) -> int:
-    """One sample of a batch of `count`, with the cost of the clock once, as `stats` expects."""
+    """Return one sample from a batch of `count`, with the cost of the clock once, as `stats` expects."""
     return (elapsed_ns - CLOCK_NS) // count + CLOCK_NS
 
 
 def resident_bytes() -> int:
-    """Of this process, after the C library has given back what it does not use."""
+    """Resident bytes of this process, after the C library has returned unused memory."""
     with contextlib.suppress(OSError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     with open("/proc/self/statm") as statm:

@@ -1,4 +1,4 @@
-"""What a host array costs on its way to the GPU: host time of calls that nobody waits for."""
+"""The cost of sending a host array to the GPU: host time of asynchronous calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pagoda.pools import Staging
 
 
 def host_microseconds(call: Callable[[], object], number: int = 200, repeats: int = 15) -> float:
-    """Wall time of a call on the host: the median of loops, the device left to itself meanwhile."""
+    """Return the wall time of a call on the host: the median of loops, without waiting for the device."""
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -28,7 +28,7 @@ def host_microseconds(call: Callable[[], object], number: int = 200, repeats: in
 
 
 def busy_microseconds(call: Callable[[], object], repeats: int = 15) -> float:
-    """Wall time of one call on the host while the device has some milliseconds of work before it."""
+    """Return the wall time of one call on the host while the device has milliseconds of work queued."""
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -77,5 +77,5 @@ def run() -> None:
     ]
     name = "peer: cat + sort of a million slots on the device"
     rows_out.append({"call": name, "idle device, µs": host_microseconds(sort, 20)})
-    table("host time of what goes to the device", rows_out)
+    table("host time of calls that send to the device", rows_out)
     save("staging", rows_out)

@@ -13,7 +13,7 @@ PAGE_SIZE = 16
 
 
 def slots_of(pool: TokenPool, order: str, n: int, sets: int) -> list[torch.Tensor]:
-    """n slots a set, no slot in two of them, the padding page left out."""
+    """Return n slots per set, no slot in two sets, without the padding page."""
     if order == "consecutive":
         every = torch.arange(PAGE_SIZE, pool.num_slots)
     elif order == "shuffled pages":

@@ -7,8 +7,8 @@
     python -m bench.blocks --scale 0.05                   # smoke
     python -m bench.blocks --adapter mypackage.bench:MyAdapter …
 
-Each implementation runs in a process of its own; the numbers of one invocation can be compared with each
-other, not with another machine's. Ends with 1 when answers differ.
+Each implementation runs in its own process. Compare only numbers of the same invocation. The exit status is 1
+if answers differ.
 """
 
 from __future__ import annotations
@@ -31,20 +31,24 @@ Row = dict[str, Any]
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.blocks")
     parser.add_argument("--impl", default=",".join(ADAPTERS), help="comma separated")
-    parser.add_argument("--adapter", default="", help="more of them, as module:Class, comma separated")
+    parser.add_argument(
+        "--adapter", default="", help="more implementations, as module:Class, comma separated"
+    )
     parser.add_argument("--scenario", default=",".join(SCENARIOS), help="comma separated")
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--repeat", type=int, default=1, help="fresh processes each; the best is kept")
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="fresh processes per implementation; the best is kept"
+    )
     parser.add_argument("--gc", action="store_true", help="leave the cyclic garbage collector on")
-    parser.add_argument("--save", default="blocks", help="bench/results/NAME.json; empty: nowhere")
+    parser.add_argument("--save", default="blocks", help="write bench/results/NAME.json; empty: do not write")
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def measured(options: argparse.Namespace, impl: str) -> Row:
-    """One implementation, in a process of its own."""
+    """Measure one implementation in its own process."""
     command = [sys.executable, "-m", "bench.blocks", "--one", impl, "--scenario", options.scenario]
     command += ["--page", str(options.page), "--scale", str(options.scale), "--seed", str(options.seed)]
     command += ["--gc"] * options.gc
@@ -65,12 +69,12 @@ def main() -> int:
 
     impls = [each for each in (options.impl + "," + options.adapter).split(",") if each]
     cells: dict[str, list[Row]] = {}
-    # In turn over implementations, so that a noisy minute hits all of them.
+    # Implementations take turns, so that a noisy minute affects all of them.
     for repeat in range(options.repeat):
         for impl in impls:
             row = measured(options, impl)
             cells.setdefault(impl, []).append(row)
-            if options.save:  # what is measured already is kept if this is interrupted
+            if options.save:  # after each measurement, so that an interrupt loses little
                 save(options.save, [best_of(tries) for tries in cells.values()])
             done = f"# {repeat + 1}/{options.repeat} {impl}"
             print(done, row.get("error", ""), file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""One adapter an implementation: construction and the shapes of calls, nothing else.
+"""One adapter per implementation: how it is constructed and called, nothing else.
 
-To measure another one: subclass `Adapter`, write the verbs, and add it to `ADAPTERS`. `make`, `batch` and
-`sampled` run outside the timed region and turn numpy data into what an engine that uses this implementation
-would already be holding.
+To measure another one, subclass `Adapter`, implement its methods, and add it to `ADAPTERS`. `make`, `batch`
+and `sampled` run outside the timed region and turn numpy data into what an engine that uses this
+implementation would already have.
 """
 
 from __future__ import annotations
@@ -28,50 +28,50 @@ class Adapter:
 
     # Not timed.
     def make(self, name: str, tokens: Tokens) -> Any:
-        """A request that nobody has looked at yet."""
+        """Return a new request."""
         raise NotImplementedError
 
     def batch(self, requests: list[Any]) -> Any:
-        """What `grow` takes: running requests, in the form an engine keeps them."""
+        """Return the running requests for `grow`, in the form in which an engine keeps them."""
         return requests
 
     def sampled(self, tokens: Tokens) -> Any:
-        """What `grow` takes: one token a request."""
+        """Return the tokens for `grow`: one per request."""
         return tokens
 
     def held(self, request: Any) -> list[int]:
-        """Pages that a running request holds in each group."""
+        """Return how many pages a running request holds in each group."""
         raise NotImplementedError
 
     # Timed verbs.
     def hash(self, request: Any) -> None:
-        """What is computed of the tokens before anything is looked up."""
+        """Compute what a look-up needs to know about the tokens."""
 
     def look_up(self, request: Any) -> None:
-        """Find the hit and change nothing: what a scheduler may repeat for waiting requests."""
+        """Find the hit without changing anything, as a scheduler may do repeatedly for waiting requests."""
         raise NotImplementedError
 
     def match(self, request: Any) -> None:
-        """The look-up that `allocate` builds on, where that is a call of its own."""
+        """Do the look-up that `allocate` builds on, if it is a separate call."""
 
     def allocate(self, request: Any) -> bool:
-        """Pages for the whole prompt; what is computed can be hit from now on. False: there is no room."""
+        """Allocate pages for the whole prompt, which can be hit from now on. False if memory is short."""
         raise NotImplementedError
 
     def hit(self, request: Any) -> int:
-        """Not timed: tokens of the last `allocate` or `look_up` that need no computing."""
+        """Return how many tokens of the last `allocate` or `look_up` need not be computed. Not timed."""
         raise NotImplementedError
 
     def grow(self, batch: Any, tokens: Any) -> None:
-        """A step: one more token each."""
+        """Run a step: one more token per request."""
         raise NotImplementedError
 
     def free(self, request: Any) -> None:
-        """The request is over; what it computed stays, while there is room."""
+        """End the request; its tokens stay cached until memory is needed."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """What was freed can be had by the next request: where that takes the end of a step."""
+        """Make freed pages available to the next request, if that takes the end of a step."""
 
 
 # ------------------------------------------------------------------------------------------ ours
@@ -85,7 +85,7 @@ class PagodaRequest:
 
 
 class Pagoda(Adapter):
-    """`pagoda.manager.Manager`. A request is a step of its own: its delta is taken and its fence passes."""
+    """`pagoda.manager.Manager`. Each request is a step: its delta is planned and its fence passes."""
 
     name = "pagoda"
 
@@ -94,7 +94,7 @@ class Pagoda(Adapter):
         from pagoda.layout import FullAttention, Layout, WindowAttention
         from pagoda.manager import Manager
 
-        # Different sizes, because layers that are alike share a group.
+        # Different sizes, because layers with the same geometry share a group.
         layers: list[Any] = [FullAttention(kv_heads=8, k_dim=128, v_dim=128)]
         for i in range(self.num_windows):
             layers.append(WindowAttention(kv_heads=8, k_dim=128, v_dim=128 + i, window=WINDOW))
@@ -160,7 +160,7 @@ class PagodaSixGroups(Pagoda):
 
 
 class PagodaTwoGroups(Pagoda):
-    """The same model as Pagoda lays it out: window layers that are alike share a group."""
+    """The same model in Pagoda's own layout: equal window layers share a group."""
 
     name, num_windows = "pagoda-2-groups", 1
 

@@ -1,4 +1,4 @@
-"""What one process measures of one implementation."""
+"""The measurements of one implementation, in one process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run_one(
 
 
 class Answers:
-    """The hits of a scenario, in order: their digest, and how many are not what the tokens say."""
+    """The hits of a scenario, in order: their digest, and how many are wrong."""
 
     def __init__(self) -> None:
         self.digest, self.wrong, self.hits, self.tokens = 0, 0, 0, 0
@@ -76,7 +76,7 @@ class Requests:
         self.samples: dict[str, list[int]] = {part: [] for part in (*self.PARTS, "all", "without hash")}
 
     def run(self, name: str, tokens: Tokens) -> int:
-        """One request; its hit."""
+        """Run one request and return its hit."""
         adapter = self.adapter
         request = adapter.make(name, tokens)
         t0 = now()
@@ -107,7 +107,7 @@ def expected_of(make: type[Adapter], page: int) -> Expected:
 
 def run_admit(make: type[Adapter], work: Workload, page: int, result: dict[str, Any]) -> None:
     """All prompts, one at a time, in a pool that holds them all; then look-ups."""
-    # What is expected is found out first: nothing of it runs between the requests.
+    # Expected hits are computed first, so that nothing else runs between the requests.
     expected = expected_of(make, page)
     wanted = [expected.request(tokens) for tokens in work.prompts]
     wanted_then = [expected.hit(tokens) for tokens in work.lookups]
@@ -135,7 +135,7 @@ def run_admit(make: type[Adapter], work: Workload, page: int, result: dict[str, 
 
 
 def run_hit(make: type[Adapter], work: Workload, page: int, result: dict[str, Any]) -> None:
-    """Prompts of 2,000 tokens of which 1,500 are there, one at a time."""
+    """Prompts of 2,000 tokens of which 1,500 are cached, one at a time."""
     expected = expected_of(make, page)
     wanted = [expected.request(tokens) for tokens in work.prefixes + work.hits][len(work.prefixes) :]
     adapter = make(len(expected.full) + 4_096, page)
@@ -177,7 +177,7 @@ def run_evict(make: type[Adapter], work: Workload, page: int, result: dict[str, 
 
 
 def run_decode(make: type[Adapter], work: Workload, page: int, result: dict[str, Any]) -> None:
-    """256 requests that each grow by a token a step; afterwards all they computed has to be there."""
+    """256 requests that each grow by one token per step; afterwards all their tokens have to be cached."""
     steps = len(work.sampled)
     longest = max(len(tokens) for tokens in work.running) + steps
     adapter = make(len(work.running) * (-(-longest // page) + 1) + 64, page)
@@ -194,7 +194,7 @@ def run_decode(make: type[Adapter], work: Workload, page: int, result: dict[str,
         adapter.grow(batch, tokens)
         samples.append(now() - begin)
     result["decode"] = stats(samples)
-    # Of every request its pages, and what a next turn of it finds.
+    # The pages of every request, and the hit of its next turn.
     answers = Answers()
     held = [adapter.held(request) for request in requests]
     answers.digest = zlib.crc32(np.array(held, np.int32).tobytes())
@@ -211,7 +211,7 @@ def run_decode(make: type[Adapter], work: Workload, page: int, result: dict[str,
 
 
 def run_memory(make: type[Adapter], page: int, result: dict[str, Any]) -> None:
-    """Resident bytes a cached token, its pool's own included, when the requests are over."""
+    """Resident bytes per cached token, those of the pool included, after the requests have ended."""
     prompts = np.random.default_rng(7).integers(0, workload.VOCAB, (MEMORY_TOKENS // 2_000, 2_000), np.int32)
 
     def fill(adapter: Adapter, prompts: Tokens) -> None:
@@ -222,7 +222,7 @@ def run_memory(make: type[Adapter], page: int, result: dict[str, Any]) -> None:
             assert adapter.allocate(request)
             adapter.free(request)
 
-    fill(make(1_000, page), prompts[:2])  # what is imported and made once is not the manager's
+    fill(make(1_000, page), prompts[:2])  # imports and one-time allocations do not count
     gc.collect()
     before = resident_bytes()
     adapter = make(MEMORY_TOKENS // page + 64, page)
@@ -236,7 +236,7 @@ def run_memory(make: type[Adapter], page: int, result: dict[str, Any]) -> None:
 
 
 def distinct_pages(work: Workload, page: int) -> int:
-    """Whole pages over all prompts, each once: what a pool without end would hold."""
+    """Return the distinct whole pages of all prompts: what an unlimited pool would hold."""
     expected = Expected(page)
     for tokens in work.prompts:
         expected.request(tokens)

@@ -1,4 +1,4 @@
-"""Tables of what was measured: requests, their parts, steps, memory, goals."""
+"""Tables of the results: requests, their parts, steps, memory, goals."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TIMES = {
     "decode": "step of 256",
 }
 PARTS = ("hash", "match", "allocate", "free", "without hash")
-# How many times faster than the fastest variant of the peer we mean to be.
+# Goals: how many times faster than the fastest variant of the peer.
 GOALS = {Pagoda.name: {"decode": 50, "hit": 40}, PagodaSixGroups.name: dict.fromkeys(TIMES, 100)}
 STEP_GOAL_US = 30
 
 
 def best_of(tries: list[Row]) -> Row:
-    """The least of each statistic over repeats, each of which is a fresh process."""
+    """Return the minimum of each statistic over repeats, each of which is a fresh process."""
     good = [row for row in tries if "error" not in row]
     if not good:
         return tries[0]
@@ -40,9 +40,9 @@ def best_of(tries: list[Row]) -> Row:
 
 
 def answers_differ(rows: list[Row]) -> list[str]:
-    """Scenarios with a wrong answer, or with two different ones where they have to be the same.
+    """Return the scenarios with a wrong answer, or with different answers that have to be the same.
 
-    One difference is meant and shown as hit rates: what is evicted first where there are windows.
+    One difference is expected and shown as hit rates: the order of eviction with windows.
     """
     found = set()
     answers: dict[tuple[Any, ...], str] = {}
@@ -62,9 +62,9 @@ def report(rows: list[Row]) -> str:
     groups = sorted({row["groups"] for row in rows if not _is_ours(row)} or {1})
     for each in groups:
         here = [row for row in rows if row["groups"] == each or (_is_ours(row) and each > 1 < row["groups"])]
-        title = "one group" if each == 1 else f"a full group and {each - 1} of windows"
+        title = "one group" if each == 1 else f"one full group and {each - 1} window groups"
         fastest = {key: _fastest(rows, key, each) for key in TIMES}
-        lines += [f"\n### {title}: median, µs (times the fastest variant of the peer takes)\n"]
+        lines += [f"\n### {title}: median, µs (speed-up over the fastest variant of the peer)\n"]
         lines += _times(here, fastest)
         lines += [f"\n### {title}: the parts of a request, median, µs\n", *_parts(here)]
         lines += [f"\n### {title}: answers\n", *_answers(here)]
@@ -87,7 +87,7 @@ def _is_ours(row: Row) -> bool:
 
 
 def _fastest(rows: list[Row], key: str, groups: int) -> Row | None:
-    """The peer's variant that is fastest here."""
+    """Return the fastest variant of the peer."""
     peers = [row for row in rows if not _is_ours(row) and row["groups"] == groups and key in row]
     return min(peers, key=lambda row: row[key]["p50_us"], default=None)
 
@@ -108,7 +108,7 @@ def _times(rows: list[Row], fastest: dict[str, Row | None]) -> list[str]:
                 cells.append(f"{us:,.1f}" + (f" ({peer[key]['p50_us'] / us:.1f}×)" if peer else ""))
         cells.append(str(row.get("bytes_per_token", "–")))
         body.append(cells)
-    return _markdown(["", *TIMES.values(), "bytes a token"], body)
+    return _markdown(["", *TIMES.values(), "bytes per token"], body)
 
 
 def _parts(rows: list[Row]) -> list[str]:

@@ -1,7 +1,7 @@
-"""What requests ask of a block manager, and what they have to find. Depends on numpy only.
+"""The requests for a block manager, and their expected hits. Depends on numpy only.
 
-Everything is a function of the seed and knows nothing about who is measured. `Expected` says which hits are
-right, from the tokens alone.
+Everything is a function of the seed and independent of the implementation. `Expected` computes the right hits
+from the tokens alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Workload:
 
 
 def make(seed: int = 0, scale: float = 1.0) -> Workload:
-    """Prompts: 200 beginnings of 512 to 1,500 tokens, 5 conversations of each, 5 turns of 231 to 429 more."""
+    """200 beginnings of 512 to 1,500 tokens, 5 conversations of each, 5 turns of 231 to 429 more tokens."""
     rng = np.random.default_rng(seed)
     work = Workload()
 
@@ -59,10 +59,10 @@ def make(seed: int = 0, scale: float = 1.0) -> Workload:
 
 
 class Expected:
-    """The hits of requests that run one after the other, in whole pages, at least one token left to compute.
+    """The hits of requests that run one after the other, in whole pages, with at least one token to compute.
 
-    A hit needs all its pages in the full group and, of a window, those the next query reads. Pages that left
-    a window can still be hit.
+    A hit needs all its pages in the full group and, in a window group, those that the next query reads. Pages
+    that have left a window can still be hit.
     """
 
     def __init__(self, page: int, window: int = 0) -> None:
@@ -71,11 +71,11 @@ class Expected:
         self.windowed: set[bytes] = set()
 
     def hit(self, tokens: Tokens) -> int:
-        """The longest hit of these tokens now."""
+        """Return the longest hit of these tokens now."""
         return self._hit(self._names(tokens), len(tokens)) * self.page
 
     def request(self, tokens: Tokens) -> int:
-        """The hit of a request that is then computed to its end, and is over."""
+        """Return the hit of a request, which is then computed to its end."""
         names = self._names(tokens)
         hit = self._hit(names, len(tokens))
         self.full.update(names)
@@ -92,11 +92,11 @@ class Expected:
         return end
 
     def _live(self, length: int) -> int:
-        """The first page of a window that the query behind so many tokens reads."""
+        """Return the first page of a window that the query after `length` tokens reads."""
         return max(0, length - self.window + 1) // self.page if self.window else 0
 
     def _names(self, tokens: Tokens) -> list[bytes]:
-        """One name a whole page: of all tokens up to its end."""
+        """Return one name per whole page, derived from all tokens up to its end."""
         names, name, step = [], b"", self.page
         for begin in range(0, len(tokens) - step + 1, step):
             name = hashlib.blake2b(name + tokens[begin : begin + step].tobytes(), digest_size=16).digest()

@@ -1,1 +1,1 @@
-"""The prefix trees of SGLang beside ours: one workload, one process each, answers compared."""
+"""Prefix trees of SGLang and Pagoda: one workload, one process each, answers compared."""

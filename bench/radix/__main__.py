@@ -7,8 +7,8 @@
     python -m bench.radix --scale 0.05                    # smoke
     python -m bench.radix --adapter mypackage.bench:MyAdapter …
 
-Each (implementation, page size) runs in a process of its own; the numbers of one invocation can be
-compared with each other, not with another machine's. Ends with 1 when answers differ.
+Each (implementation, page size) runs in its own process. Compare only numbers of the same invocation. The
+exit status is 1 if answers differ.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ Row = dict[str, Any]
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.radix")
     parser.add_argument("--impl", default=",".join([Pagoda.name, *PEERS]), help="comma separated")
-    parser.add_argument("--adapter", default="", help="more of them, as module:Class, comma separated")
+    parser.add_argument(
+        "--adapter", default="", help="more implementations, as module:Class, comma separated"
+    )
     parser.add_argument("--page", default="1,16,64")
     parser.add_argument("--scale", type=float, default=1.0)
-    parser.add_argument("--leaves", type=int, default=10_000, help="of the tree that is evicted from")
-    parser.add_argument("--evict-leaves", default="", help="evict alone with so many leaves too: 1000,40000")
+    parser.add_argument("--leaves", type=int, default=10_000, help="leaves of the tree for evictions")
+    parser.add_argument("--evict-leaves", default="", help="also measure evictions with these: 1000,40000")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--repeat", type=int, default=1, help="fresh processes a cell; the best is kept")
-    parser.add_argument("--evict-only", action="store_true", help="nothing but the evictions")
+    parser.add_argument("--repeat", type=int, default=1, help="fresh processes per cell; the best is kept")
+    parser.add_argument("--evict-only", action="store_true", help="measure only evictions")
     parser.add_argument("--gc", action="store_true", help="leave the cyclic garbage collector on")
     parser.add_argument("--ref", default="sglang-rust")
-    parser.add_argument("--save", default="radix", help="bench/results/NAME.json; empty: nowhere")
+    parser.add_argument("--save", default="radix", help="write bench/results/NAME.json; empty: do not write")
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def measured(options: argparse.Namespace, impl: str, page: int, leaves: int, evict_only: bool) -> Row:
-    """One cell, in a process of its own."""
+    """Measure one cell in its own process."""
     command = [sys.executable, "-m", "bench.radix", "--one", f"{impl}@{page}", "--leaves", str(leaves)]
     command += ["--scale", str(options.scale), "--seed", str(options.seed)]
     command += ["--gc"] * options.gc + ["--evict-only"] * evict_only
@@ -74,13 +76,13 @@ def main() -> int:
     more_leaves = {int(each) for each in options.evict_leaves.split(",") if each} - {options.leaves}
     plan += [(pages[0], leaves, True) for leaves in sorted(more_leaves)]
     cells: dict[tuple[str, int, int], list[Row]] = {}
-    # In turn over implementations, so that a noisy minute hits all of them.
+    # Implementations take turns, so that a noisy minute affects all of them.
     for repeat in range(options.repeat):
         for page, leaves, evict_only in plan:
             for impl in impls:
                 row = measured(options, impl, page, leaves, evict_only)
                 cells.setdefault((impl, page, leaves), []).append(row)
-                if options.save:  # what is measured already is kept if this is interrupted
+                if options.save:  # after each measurement, so that an interrupt loses little
                     save(options.save, [best_of(tries) for tries in cells.values()])
                 done = f"# {repeat + 1}/{options.repeat} {impl}, page {page}, {leaves:,} leaves"
                 print(done, row.get("error", ""), file=sys.stderr, flush=True)

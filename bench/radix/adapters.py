@@ -1,8 +1,8 @@
-"""One adapter an implementation: construction and the shapes of calls, nothing else.
+"""One adapter per implementation: how it is constructed and called, nothing else.
 
-To measure another one: subclass `Adapter`, write the verbs and the two `prep_*` converters, and add it
-to `ADAPTERS`. The `prep_*` run outside the timed region and turn numpy data into what an engine that
-uses this implementation would already be holding.
+To measure another one, subclass `Adapter`, implement its methods and the two `prep_*` converters, and add it
+to `ADAPTERS`. The converters run outside the timed region and turn numpy data into what an engine that uses
+this implementation would already have.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ class Adapter:
 
     # Timed verbs.
     def insert(self, tokens: Any, slots: Any) -> int:
-        """The length that was cached already."""
+        """Return the length that was cached already."""
         raise NotImplementedError
 
     def match(self, tokens: Any) -> tuple[int, Any, Any]:
-        """(length of the hit, its slots, a handle to lock)."""
+        """Return (length of the hit, its slots, a handle to lock)."""
         raise NotImplementedError
 
     def match_len(self, tokens: Any) -> int:
-        """The length alone; override where reading the slots costs something."""
+        """Return the length alone; override it if reading the slots costs time."""
         return self.match(tokens)[0]
 
     def lock(self, handle: Any) -> Any:
-        """What `unlock` wants."""
+        """Lock, and return the argument of `unlock`."""
         raise NotImplementedError
 
     def unlock(self, held: Any) -> None:
         raise NotImplementedError
 
     def evict(self, n: int) -> int:
-        """The number of tokens evicted."""
+        """Evict, and return the number of tokens evicted."""
         raise NotImplementedError
 
     def evictable(self) -> int:
@@ -60,7 +60,7 @@ class Adapter:
 
     # The life of a request; override where the implementation has a cheaper path.
     def cycle(self, prompt: Any, prompt_slots: Any, full: Any, full_slots: Any) -> int:
-        """A request: match, lock, cache the prompt, cache the output, unlock. The length of the hit."""
+        """Run a request (match, lock, cache the prompt, cache the output, unlock); return its hit."""
         hit, _, handle = self.match(prompt)
         held = self.lock(handle)
         self.insert(prompt, prompt_slots)
@@ -84,7 +84,7 @@ class Adapter:
 
 
 class Pagoda(Adapter):
-    """`pagoda.PrefixTree`, not presized: what it takes is counted."""
+    """`pagoda.PrefixTree`, not presized, so that its memory is counted as it grows."""
 
     name = "pagoda"
 
@@ -131,8 +131,8 @@ class Pagoda(Adapter):
     def evictable(self) -> int:
         return self.tree.evictable_tokens
 
-    # The lease follows the request: only what it does not cover yet is given. A row keeps the pages it
-    # computed, cached twice or not, so nothing is read again after an insert.
+    # The lease follows the request, so only tokens that it does not cover yet are given. A row keeps the
+    # pages that it computed even if they are duplicates, so nothing is read again after an insert.
     def cycle(self, prompt: Any, prompt_slots: Any, full: Any, full_slots: Any) -> int:
         tree = self.tree
         match = tree.match(prompt)
@@ -154,7 +154,7 @@ class Pagoda(Adapter):
 
 
 class PagodaTwin(Pagoda):
-    """The plain Python twin: for its answers, not for its speed."""
+    """The plain Python twin, for its answers, not for its speed."""
 
     name = "pagoda-twin"
 
@@ -169,7 +169,7 @@ class PagodaTwin(Pagoda):
 
 
 class _NullAllocator:
-    """Accepts frees and drops them; keeps the count, so that eviction can be seen."""
+    """Accepts frees and only counts them, so that eviction can be seen."""
 
     device = "cpu"
 
@@ -272,7 +272,7 @@ class SGLangUnified(SGLangRadix):
             tree_components=(ComponentType.FULL,),
             tree_core_backend=self.core,
         )
-        got = select_tree_core_backend(params)  # falls back to Python without a word
+        got = select_tree_core_backend(params)  # silently falls back to Python
         assert got == self.core, (got, self.core)
         return UnifiedRadixCache(params)
 

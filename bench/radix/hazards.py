@@ -1,4 +1,4 @@
-"""``python -m bench.radix.hazards``: what eviction overshoots and what a double unlock does, tree by tree."""
+"""``python -m bench.radix.hazards``: how far eviction overshoots and what a double unlock does, per tree."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from bench.radix.adapters import ADAPTERS, PEERS, Adapter, Pagoda
 
 
 def overshoot(adapter: Adapter) -> int:
-    """Tokens evicted of one 30,000-token leaf when 64 are asked for."""
+    """Return the tokens evicted from one 30,000-token leaf when 64 are asked for."""
     tokens = adapter.prep_tokens(np.arange(30_000, dtype=np.int32))
     adapter.insert(tokens, adapter.prep_slots(256, 30_000))
     return adapter.evict(64)
 
 
 def double_unlock(adapter: Adapter) -> str:
-    """What the second unlock says, and whether the cache still answers."""
+    """Return what the second unlock does, and whether the cache still answers."""
     short = adapter.prep_tokens(np.arange(3, dtype=np.int32))
     adapter.insert(short, adapter.prep_slots(256, 3))
     held = adapter.lock(adapter.match(short)[2])

@@ -1,4 +1,4 @@
-"""What one process measures of one implementation at one page size."""
+"""The measurements of one implementation at one page size, in one process."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def timed_locks(adapter: Adapter, handles: list[Any], result: dict[str, Any]) ->
 
 
 def run_main(make: type[Adapter], work: workload.Workload, page: int, result: dict[str, Any]) -> None:
-    # (a) Build, with resident memory a distinct cached token. Inputs are made for each insert and dropped,
-    # so memory that an implementation pins is counted.
+    # (a) Build, with resident memory per distinct cached token. Inputs are made per insert and dropped, so
+    # memory that an implementation pins is counted.
     adapter = make(page)
     warm = work.build[0]
     adapter.prep_tokens(warm.tokens)
@@ -159,7 +159,7 @@ def run_main(make: type[Adapter], work: workload.Workload, page: int, result: di
 
 
 def run_evict(make: type[Adapter], work: workload.Workload, page: int, result: dict[str, Any]) -> None:
-    # (c) Eviction in small steps of a fresh tree with so many leaves.
+    # (c) Eviction in small steps from a fresh tree with `leaves` leaves.
     adapter = make(page)
     timed_inserts(adapter, work.evict_build, 0)
     samples, freed = [], 0
@@ -169,7 +169,7 @@ def run_evict(make: type[Adapter], work: workload.Workload, page: int, result: d
         samples.append(now() - begin)
     result["evict"] = stats(samples)
     result["evict_ok"], result["evict_tokens"] = freed >= sum(work.evict_steps), freed
-    # Steady state: the pool is full, evict a little, insert a request, again.
+    # Steady state: the pool is full; evict a little, insert a request, repeat.
     samples = []
     for n, op in zip(work.evict_steps, work.evict_refill, strict=True):
         begin = now()

@@ -1,4 +1,4 @@
-"""Tables of what was measured: medians, 99th percentiles, eviction against leaves, goals."""
+"""Tables of the results: medians, 99th percentiles, eviction by leaves, goals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPERATIONS = {
     "evict": "evict",
     "evict_steady": "evict steady",
 }
-# How many times faster than the reference we mean to be.
+# Goals: how many times faster than the reference.
 GOALS = {"match_hit": 10, "insert": 10, "cycle": 15, "lock_unlock": 10}
 EVICT_GOALS = {10_000: 100, 40_000: 300}
 P99_GOAL = 10
@@ -30,7 +30,7 @@ BYTES_GOALS = {1: 2, 16: 4}
 
 
 def best_of(tries: list[Row]) -> Row:
-    """The least of each statistic over repeats, each of which is a fresh process."""
+    """Return the minimum of each statistic over repeats, each of which is a fresh process."""
     good = [row for row in tries if "error" not in row]
     if not good:
         return tries[0]
@@ -67,7 +67,7 @@ def report(rows: list[Row], reference: str) -> str:
         lines += [f"\n### Page {page}: median, µs ({speed})\n", *_medians(here, base)]
         lines += [f"\n### Page {page}: 99th percentile, µs ({speed})\n", *_percentiles(here, base)]
     evictions = sorted({(row["page"], row["evict_leaves"]) for row in rows})
-    lines += ["\n### Evict against leaves: median / 99th percentile, µs\n"]
+    lines += ["\n### Eviction by leaves: median / 99th percentile, µs\n"]
     impls = list(dict.fromkeys(row["impl"] for row in rows))
     lines += _markdown(["page", "leaves", *impls], (_evict_cells(rows, impls, *cell) for cell in evictions))
     goals = list(_goals(rows, reference))
@@ -88,7 +88,7 @@ def _ratio(base: float, value: float) -> str:
 
 
 def _medians(rows: list[Row], base: Row) -> list[str]:
-    head = ["", *OPERATIONS.values(), "128k in chunks, ms", "bytes a token", "digest"]
+    head = ["", *OPERATIONS.values(), "128k in chunks, ms", "bytes per token", "digest"]
     body = []
     for row in rows:
         cells = [row["impl"]]
@@ -124,7 +124,7 @@ def _find(rows: list[Row], impl: str, page: int, leaves: int) -> Row | None:
 
 
 def _goals(rows: list[Row], reference: str) -> Iterable[list[str]]:
-    """One row of cells a goal that both were measured for."""
+    """Yield one row of cells per goal that was measured for both."""
     for ours in (row for row in rows if row["impl"] == Pagoda.name):
         page, leaves = ours["page"], ours["evict_leaves"]
         peer = _find(rows, reference, page, leaves)
@@ -144,7 +144,7 @@ def _goals(rows: list[Row], reference: str) -> Iterable[list[str]]:
             yield goal("128k in chunks", *chunked, CHUNKED_GOAL)
             if page in BYTES_GOALS:
                 sizes = (row["bytes_per_cached_token"] for row in (ours, peer))
-                yield goal("bytes a token", *sizes, BYTES_GOALS[page])
+                yield goal("bytes per token", *sizes, BYTES_GOALS[page])
         for key in ("evict", "evict_steady"):
             if leaves in EVICT_GOALS:
                 name = f"{names[key]}, {leaves:,} leaves"

@@ -1,4 +1,4 @@
-"""The prefix tree without any peer: cost against leaves and length, the limit, memory, the worst case."""
+"""The prefix tree without a peer: cost by leaves and length, the machine's limit, memory, the worst case."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ Row = dict[str, Any]
 
 # One module each, with a function `rows`.
 FIGURES = {
-    "leaves": "cost against leaves: prompts of 1,500 tokens, 256 their own; best median / p99 of all",
-    "length": "cost against the length of a prompt, out of cache; best median / p99 of all",
-    "cold": "a cold match of 1,500 tokens beside the machine's own compare + copy; best median / p99 of all",
+    "leaves": "cost by leaves: prompts of 1,500 tokens, 256 of them unique; best median / p99 of all",
+    "length": "cost by length of a prompt, out of cache; best median / p99 of all",
+    "cold": "a cold match of 1,500 tokens against the machine's compare + copy; best median / p99 of all",
     "commits": "a running request that commits page by page",
-    "memory": "resident bytes a cached token, each in a fresh process",
+    "memory": "resident bytes per cached token, each in a fresh process",
     "worst": "a million operations on up to 8k tokens each, presized",
 }
 
 
 def run() -> None:
-    # Here, because some figures start this package in fresh processes and count their memory.
+    # Imported here, because some figures start this package in fresh processes and count their memory.
     from bench.measure import save, table
 
     rows: list[Row] = []
@@ -27,12 +27,12 @@ def run() -> None:
         part: list[Row] = importlib.import_module(f"bench.tree.{name}").rows()
         table(title, [_shown(row) for row in part])
         rows += [{"figure": name, **row} for row in part]
-        save("tree", rows)  # what is measured already is kept if this is interrupted
+        save("tree", rows)  # after each figure, so that an interrupt loses little
     table("goals", goals(rows))
 
 
 def _shown(row: Row) -> Row:
-    """The best median and the 99th percentile of all in one cell."""
+    """Show the best median and the 99th percentile of all in one cell."""
     return {
         key: f"{value['best_us']:,.2f} / {value['p99_us']:,.2f}" if isinstance(value, dict) else value
         for key, value in row.items()
@@ -40,7 +40,7 @@ def _shown(row: Row) -> Row:
 
 
 def goals(rows: list[Row]) -> list[Row]:
-    """What we set out to reach, and whether we did."""
+    """Return the goals, and whether they are met."""
 
     def of(figure: str) -> list[Row]:
         return [row for row in rows if row["figure"] == figure]
@@ -65,7 +65,7 @@ def goals(rows: list[Row]) -> list[Row]:
         page, splits = row["page"], row["requests that split"]
         bytes_limit = {1: 9.0, 16: 5.0}.get(page)
         if bytes_limit:
-            goal(f"bytes a token, page {page}", row["after the build"], bytes_limit)
+            goal(f"bytes per token, page {page}", row["after the build"], bytes_limit)
             goal(f"churn / build, page {page}, {splits:.2f} of requests split", row["churn / build"], 1.2)
     for row in (row for row in of("worst") if row["operation"] == "all"):
         for clock in ("CPU", "wall"):

@@ -1,4 +1,4 @@
-"""A match whose pages are in no cache, beside memcmp + memcpy of as many bytes, turn by turn in one loop."""
+"""A match whose pages are in no CPU cache, against memcmp + memcpy of the same bytes, alternating."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows(
 def measured(
     length: int, page: int, working_set: int, samples: int, is_churned: bool = False
 ) -> dict[str, Any]:
-    """Match, match_length and the machine over `working_set` tokens in prompts of `length`."""
+    """Time match, match_length and the machine over `working_set` tokens in prompts of `length`."""
     rng = np.random.default_rng(0)
     num_pages = length // page
     whole = num_pages * page
@@ -60,7 +60,7 @@ def measured(
         out = np.zeros(num_pages, dtype=np.int32)
         times["machine"].append(compare_and_copy_ns(query, tokens[second], ids[second], out))
 
-        # The calls alone come after the same preparations, with the same things in the caches.
+        # The empty calls come after the same preparation, with the same data in the caches.
         query, out = prompts[third].copy(), np.zeros(num_pages, dtype=np.int32)
         times["calls"].append(calls_ns())
         begin = now()
@@ -77,7 +77,7 @@ def measured(
 
 
 def without_calls(machine_ns: list[int], calls_ns: list[int]) -> dict[str, Any]:
-    """Statistics of the machine alone: the calls cost what they cost in the same moment."""
+    """Return statistics of the machine without the cost of the calls, measured at the same moment."""
     size = 100
     net = []
     for first in range(0, len(machine_ns), size):
@@ -87,9 +87,9 @@ def without_calls(machine_ns: list[int], calls_ns: list[int]) -> dict[str, Any]:
 
 
 def fill(tree: PrefixTree, page: int, capacity: int) -> None:
-    """Prompts of all lengths, used in any order, until three times the capacity came and went.
+    """Insert and evict prompts of all lengths, in random order, for three times the capacity.
 
-    Whoever comes next finds free memory in pieces.
+    Free memory is fragmented afterwards.
     """
     rng = np.random.default_rng(5)
     known: list[np.ndarray] = []

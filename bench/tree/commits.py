@@ -27,7 +27,7 @@ def rows(
 
 
 def total_ns(length: int, page: int) -> int:
-    """Of all commits together, arguments cut from the request's arrays included."""
+    """Return the time of all commits together, slicing of the request's arrays included."""
     tree = PrefixTree(page)
     tokens = np.random.default_rng(0).integers(0, 2**31 - 1, length, dtype=np.int32)
     page_ids = np.arange(1, length // page + 1, dtype=np.int32)

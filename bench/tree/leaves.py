@@ -1,4 +1,4 @@
-"""Cost against the number of leaves: the work of an operation stays the same, only the tree grows."""
+"""Cost by number of leaves: the work of an operation stays the same, only the tree grows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLES = 2_000
 
 
 class Prompts:
-    """Prompt number i: one of the roots and a tail of its own, made when it is asked for."""
+    """Prompt number i: one of the roots and a unique tail, made on demand."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
@@ -32,7 +32,7 @@ class Prompts:
         return np.concatenate((self.roots[i % NUM_ROOTS], tail.astype(np.int32)))
 
     def page_ids(self, i: int) -> np.ndarray:
-        """Its own, for the tail; those of its root's place where the root is present already."""
+        """Return unique ids for the tail, and the root's own ids for the root."""
         own = 1 + NUM_ROOTS * ROOT_TOKENS + i * TAIL_TOKENS
         root = 1 + (i % NUM_ROOTS) * ROOT_TOKENS
         parts = np.arange(root, root + ROOT_TOKENS), np.arange(own, own + TAIL_TOKENS)
@@ -47,7 +47,7 @@ def measured(leaves: int, samples: int) -> dict[str, Any]:
     rng, prompts, tree = np.random.default_rng(1), Prompts(), PrefixTree(1)
     for i in range(leaves):
         tree.insert(prompts(i), prompts.page_ids(i))
-    # Used in another order than stored: the coldest leaves do not lie side by side.
+    # Used in another order than stored, so that the least recently used leaves are not adjacent.
     for i in rng.permutation(leaves).tolist():
         tree.release(tree.lock(tree.match(prompts(i))))
     gc.collect()
@@ -74,7 +74,7 @@ def measured(leaves: int, samples: int) -> dict[str, Any]:
         times.append(each_of_batch(now() - begin, len(part)))
     row["lock + release, µs"] = stats(times)
 
-    # The tree is full: evict a little, insert a prompt of which the tail is new.
+    # The tree is full: evict a little, insert a prompt with a new tail.
     evictions, inserts = [], []
     for i, n in enumerate(rng.integers(64, 2 * TAIL_TOKENS - 63, samples).tolist(), leaves):
         begin = now()

@@ -1,4 +1,4 @@
-"""Cost against the length of a prompt. The prompts together exceed the caches, as they do in an engine."""
+"""Cost by length of a prompt. Together the prompts exceed the CPU's caches, as in an engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rows(lengths: tuple[int, ...] = LENGTHS, working_set: int = WORKING_SET_TOKE
 
 
 def measured(length: int, working_set: int) -> dict[str, Any]:
-    # Half of the prompts are measured on; the colder half is there to be evicted.
+    # Half of the prompts are measured; the less recently used half is there to be evicted.
     samples = min(MAX_SAMPLES, working_set // length // 2)
     reads = cold.measured(length, 1, working_set, max(samples, 40))
     row: dict[str, Any] = {"tokens": length, **reads}
@@ -45,7 +45,7 @@ def measured(length: int, working_set: int) -> dict[str, Any]:
         times.append(each_of_batch(now() - begin, len(matches)))
     row["lock + release, µs"] = stats(times)
 
-    # The tree is full: as many tokens go as come. Half of the prompt is there, half is new: a run is split.
+    # The tree is full: as many tokens are evicted as inserted. Half of the prompt is cached: a node is split.
     times = []
     for i in order:
         tree.evict(length - length // 2)

@@ -1,4 +1,4 @@
-"""The machine's own limit: comparing and copying bytes that lie outside of its caches."""
+"""The machine's own limit: comparing and copying bytes that are not in its caches."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _compare.restype, _copy.restype = ctypes.c_int, ctypes.c_void_p
 
 
 def compare_and_copy_ns(query: np.ndarray, tokens: np.ndarray, ids: np.ndarray, out: np.ndarray) -> int:
-    """One memcmp and one memcpy, the cost of calling them and of the clock included."""
-    compare, copy = _compare, _copy  # no look-ups in the timed region
+    """Time one memcmp and one memcpy, the cost of calling them and of the clock included."""
+    compare, copy = _compare, _copy  # no global look-ups in the timed region
     a, b, c, d = query.ctypes.data, tokens.ctypes.data, out.ctypes.data, ids.ctypes.data
     token_bytes, id_bytes = tokens.nbytes, ids.nbytes
     begin = now()
@@ -28,6 +28,6 @@ def compare_and_copy_ns(query: np.ndarray, tokens: np.ndarray, ids: np.ndarray, 
 
 
 def calls_ns() -> int:
-    """The same with no bytes at all: what a sample of `compare_and_copy_ns` holds besides the work."""
+    """Time the same calls on 0 bytes: the overhead in a sample of `compare_and_copy_ns`."""
     nothing = np.empty(0, dtype=np.int32)
     return compare_and_copy_ns(nothing, nothing, nothing, nothing)

@@ -1,4 +1,4 @@
-"""Resident bytes a cached token, built and churned: ``python -m bench.tree.memory PAGE SPLITS SCALE``."""
+"""Resident bytes per cached token, built and churned: ``python -m bench.tree.memory PAGE SPLITS SCALE``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bench.radix import workload
 from bench.samples import resident_bytes
 from pagoda.tree import PrefixTree
 
-SCALE = 4.0  # some 8 million tokens: what Python itself takes in between does not show
-CHURN_ROUNDS = 5  # the capacity, so many times over
+SCALE = 4.0  # about 8 million tokens, so that Python's own allocations do not show
+CHURN_ROUNDS = 5  # times the capacity
 LEASES = 64
-# How many of the requests leave a known prompt inside; the others continue one at its end. As many as in
-# bench/radix; and all of them, which cuts runs to pieces.
+# The share of requests that branch off inside a known prompt; the others continue one at its end. Once as in
+# bench/radix, and once all of them, which splits nodes into small pieces.
 SPLITS = (1 / 6, 1.0)
 
 
@@ -35,7 +35,7 @@ def rows(pages: tuple[int, ...] = (1, 16, 64), scale: float = SCALE) -> list[dic
 def measured(page: int, splits: float, scale: float) -> dict[str, Any]:
     prompts = [op.tokens for op in workload.make(scale=scale, leaves=0).build]
     tree = PrefixTree(page)
-    churn(tree, page, prompts[:1], splits, 0, 0)  # what is imported and made once is not the tree's
+    churn(tree, page, prompts[:1], splits, 0, 0)  # imports and one-time allocations do not count
     tree = PrefixTree(page)
     gc.collect()
     empty = resident_bytes()
@@ -68,9 +68,9 @@ def measured(page: int, splits: float, scale: float) -> dict[str, Any]:
 def churn(
     tree: PrefixTree, page: int, prompts: list[np.ndarray], splits: float, capacity: int, rounds: int
 ) -> int:
-    """Requests at constant capacity, each a known prompt, or a part of one, and tokens of its own.
+    """Run requests at constant capacity, each a known prompt, or a part of one, and new tokens.
 
-    As many as evict `rounds` times the capacity; 64 run at a time. Returns the tokens evicted.
+    They evict `rounds` times the capacity; 64 run at a time. Returns the tokens evicted.
     """
     rng = np.random.default_rng(2)
     running: deque[Any] = deque()

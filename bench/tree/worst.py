@@ -1,10 +1,10 @@
 """The longest of a million operations in a presized tree: ``python -m bench.tree.worst PAGE COUNT FILE``.
 
-Requests of up to 8k tokens come, find, lock, evict, insert, commit page by page, and end, in a tree that is
-full. Both clocks are read: wall time is what an engine feels, CPU time leaves out most of what neighbours
-do. The same million runs three times, each in a fresh process: what is long in every run is the tree's,
-what is long in one is the machine's. The machine itself is measured in between, one memcmp + memcpy of 8k
-tokens an operation: what that has over 100 µs, nobody can prevent.
+Requests of up to 8k tokens match, lock, evict, insert, commit page by page, and end, in a full tree. Both
+clocks are read: wall time is what an engine sees, CPU time excludes most noise. The same million runs three
+times, each in a fresh process: an operation that is slow in every run is the tree's fault, one that is slow
+in a single run the machine's. The machine itself is measured in between, one memcmp + memcpy of 8k tokens per
+operation: if that takes over 100 µs, no tree can avoid it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def rows(
 
 
 class Timed:
-    """Runs operations and keeps how long each took, on both clocks, and the machine after it."""
+    """Runs operations and records the time of each on both clocks, and of the machine after it."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, int, int, int, int]] = []  # kind, CPU, wall, machine's CPU, machine's wall
@@ -75,7 +75,7 @@ class Timed:
 
 
 def summary(page: int, times: np.ndarray) -> list[dict[str, Any]]:
-    """[runs, operations, 5] → a row a kind, one for all, one for the machine."""
+    """[runs, operations, 5] → one row per kind, one for all, one for the machine."""
     kinds = times[0, :, 0]
     assert (times[:, :, 0] == kinds).all(), "every run does the same"
     parts = {name: (kinds == i, 1) for i, name in enumerate(KINDS)}
@@ -114,12 +114,12 @@ def measured(page: int, operations: int) -> np.ndarray:
         cut = int(rng.integers(0, min(length, len(before)) + 1))
         own = rng.integers(0, 2**31 - 1, length - cut, dtype=np.int32)
         tokens = np.concatenate((before[:cut], own))
-        if rng.random() < 0.2:  # its continuation will be looked for later
+        if rng.random() < 0.2:  # its continuation is looked up later
             known[rng.integers(NUM_KNOWN)] = tokens
         timed("match_length", tree.match_length, tokens)
         match = timed("match", _match, tree, tokens)
         lease = timed("lock", tree.lock, match)
-        # Room for the prompt, and for the pages that running requests may commit below.
+        # Make room for the prompt and for the pages that running requests may commit below.
         excess = tree.num_tokens + length + 8 * page - CAPACITY_TOKENS
         if excess > 0:
             timed("evict", tree.evict, min(excess, MAX_TOKENS))

@@ -185,8 +185,8 @@ def test_another_entry_is_another_value(entry: Entry, num_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"entry": compressed_fp8(256, 64)}, "entry: it holds 256 numbers, and head_dim is 512"),
-        ({"index": index_keys(64, "fp8")}, "index: it holds 64 numbers, and index_head_dim is 128"),
+        ({"entry": compressed_fp8(256, 64)}, "entry: give an Entry of head_dim = 512 numbers, not 256"),
+        ({"index": index_keys(64, "fp8")}, "index: give an Entry of index_head_dim = 128 numbers, not 64"),
         ({"index": index_keys(128, "fp8_e5m2")}, "entry index"),
     ],
     ids=str,

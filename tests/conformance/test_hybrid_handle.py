@@ -593,7 +593,7 @@ def test_outputs_that_do_not_fit_are_refused(name: str) -> None:
 
 def test_a_chunk_needs_room_for_the_window_and_a_token() -> None:
     _, handle = prepared("cpu")
-    with pytest.raises(ArgumentError, match="at least 8 places"):
+    with pytest.raises(ArgumentError, match="at least 8 positions"):
         handle.gather_swa_chunk(torch.zeros(5, 16), torch.zeros(2, 7, 16))
 
 
@@ -676,9 +676,7 @@ def test_what_a_layer_does_not_have_is_refused(layer: int, calls: list[str]) -> 
     for name in calls:
         arguments = {"gather_all_compressed_kv": 0, "gather_index": 0, "compress": 2, "compress_index": 2}
         given = [torch.zeros(0, 16)] * arguments.get(name, 1)
-        with pytest.raises(
-            ArgumentError, match=f"layer {layer} is {kinds[layer].name}: it (keeps no|has no)"
-        ):
+        with pytest.raises(ArgumentError, match=f"layer {layer} is {kinds[layer].name}: it has no"):
             getattr(handle, name)(*given)
     assert CSA not in kinds.values()
 
@@ -750,7 +748,7 @@ def test_what_would_be_copied_inside_a_capture_is_refused() -> None:
             lambda: handle.compress(apart, parts[:, 32:], out=out),
             lambda: handle.compress(parts[:, :32], parts[:, 32:], rotary=(apart[:, :2],) * 2, out=out),
         ):
-            with pytest.raises(CaptureError, match="side by side"):
+            with pytest.raises(CaptureError, match="which is not contiguous"):
                 call()
 
 

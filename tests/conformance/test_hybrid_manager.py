@@ -161,8 +161,8 @@ def test_a_manager_that_cannot_be_is_refused_by_name(name: str, bad: Any) -> Non
     assert name in str(error.value) or bad == 2**31
 
 
-def test_tables_that_pass_2_31_entries_are_refused() -> None:
-    with pytest.raises(ConfigError, match="passes 2\\^31 entries"):
+def test_tables_of_more_than_2_31_places_are_refused() -> None:
+    with pytest.raises(ConfigError, match="exceeds 2\\^31 places"):
         manager_of("cpu", max_context_tokens=2**33)
 
 

@@ -130,7 +130,7 @@ def test_a_paged_pool_that_cannot_be_is_refused(num_blocks: Any) -> None:
 
 
 def test_only_a_layer_with_entries_has_a_paged_pool() -> None:
-    with pytest.raises(ConfigError, match="layer 3 is SWA: it keeps no compressed entries"):
+    with pytest.raises(ConfigError, match="layer 3 is SWA: it has no compressed entries"):
         PagedKVPool(schema_of(SWA), 2, "cpu")
     for made in (PagedKVPool, StateCachePool):
         with pytest.raises(ConfigError, match="schema: give a LayerCacheSchema"):

@@ -16,10 +16,9 @@ from conformance.builders import (
     rows_like,
     same,
 )
-from pagoda import UsageError
+from pagoda import UsageError, kernels
 from pagoda.compat import KVPool
 from pagoda.errors import ArgumentError
-from pagoda.kernels import _dispatch
 
 WRITE_PATHS = ["dispatched"] if torch.cuda.is_available() else ["dispatched", "interpreted"]
 
@@ -29,7 +28,7 @@ def written_on(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.
     """A device to write on; without a GPU also the kernel that serves CUDA, interpreted."""
     if request.param == "interpreted":
         pytest.importorskip("triton")
-        monkeypatch.setattr(_dispatch, "pick", lambda fused, reference, device: _dispatch._imported(fused))
+        monkeypatch.setattr(kernels, "store", kernels.triton_module("_store_fused").store)
     return device
 
 

@@ -393,7 +393,7 @@ def test_groups_have_their_own_tables_windows_and_pages():
     assert window.slot_mapping.tolist() == [19 * 2, 28 * 2, 28 * 2 + 1, -1]
     assert window.begins.tolist() == [2, 4, 0]
     assert window.last_page_len.tolist() == [1, 2, 0]
-    with pytest.raises(ArgumentError, match="no group 'state', only full, window"):
+    with pytest.raises(ArgumentError, match="no group 'state': the groups are full, window"):
         batch["state"]
 
 
@@ -471,7 +471,7 @@ def test_tensors_go_on_to_what_is_padded_to(pad_to: Any, sizes: tuple[int, int])
 @pytest.mark.parametrize(
     ("pad_to", "said"),
     [
-        (5, "5 rows and 5 tokens are more than these pools' 4 rows and 8 tokens"),
+        (5, "5 rows and 5 tokens exceed num_rows = 4 or max_step_tokens = 8"),
         ((4, 9), "4 rows and 9 tokens"),
         (2**70, "pad_to"),
         (-1, "pad_to"),
@@ -480,8 +480,8 @@ def test_tensors_go_on_to_what_is_padded_to(pad_to: Any, sizes: tuple[int, int])
         ((2, True), "pad_to"),
         ("4", "pad_to"),
         ([2, 4], "pad_to"),
-        ((4,), "a pair of rows and tokens"),
-        ((1, 2, 3), "a pair of rows and tokens"),
+        ((4,), r"a pair \(rows, tokens\)"),
+        ((1, 2, 3), r"a pair \(rows, tokens\)"),
         ((2, None), "pad_to"),
     ],
 )
@@ -496,7 +496,7 @@ def test_what_cannot_be_padded_to_is_refused_and_changes_nothing(pad_to: Any, sa
 
 def test_more_tokens_than_a_step_may_have_are_refused():
     case = decoding(max_step_tokens=3)
-    with pytest.raises(ArgumentError, match="computes 4 tokens, more than these pools' max_step_tokens = 3"):
+    with pytest.raises(ArgumentError, match="computes 4 tokens, more than max_step_tokens = 3"):
         case.pools.batch(case.delta)
     assert case.pools.step == 1
 
@@ -516,10 +516,10 @@ def test_only_the_delta_that_was_applied_last_has_a_batch():
     with pytest.raises(ArgumentError, match="applied last \\(none was applied yet\\)"):
         fresh.batch(case.delta)
     for wrong in (again, later, None, case.delta.packed):
-        with pytest.raises(ArgumentError, match="applied last \\(that was step 1\\)"):
+        with pytest.raises(ArgumentError, match="applied last \\(step 1\\)"):
             case.pools.batch(wrong)  # type: ignore[arg-type]
     case.pools.apply(later)
-    with pytest.raises(ArgumentError, match="that was step 2"):
+    with pytest.raises(ArgumentError, match="applied last \\(step 2\\)"):
         case.pools.batch(case.delta)
     assert case.pools.batch(later).lengths.tolist() == [1]
     case.pools.reset(1)
@@ -625,7 +625,7 @@ def test_some_buffers_are_the_callers_and_the_others_not():
 @pytest.mark.parametrize(
     ("buffers", "said"),
     [
-        ({"lens": torch.zeros(4)}, "there is no buffer 'lens', only rows, lengths"),
+        ({"lens": torch.zeros(4)}, "there is no buffer 'lens': use rows, lengths"),
         ({"full.lens": torch.zeros(4)}, "no buffer 'full.lens'"),
         ({"window.indptr": torch.zeros(5, dtype=torch.int32)}, "no buffer 'window.indptr'"),
         ({3: torch.zeros(5)}, "no buffer '3'"),
@@ -647,8 +647,8 @@ def test_buffers_that_cannot_be_used_are_refused(buffers: Any, said: str):
     [
         ({"max_step_tokens": 0}, "max_step_tokens"),
         ({"max_step_tokens": 1.5}, "max_step_tokens"),
-        ({"kernel_page_tokens": {"full": 3}}, "3 does not divide its pages of 16"),
-        ({"kernel_page_tokens": {"full": 32}}, "does not divide"),
+        ({"kernel_page_tokens": {"full": 3}}, "give a divisor of the group's page_tokens = 16, not 3"),
+        ({"kernel_page_tokens": {"full": 32}}, "give a divisor"),
         ({"kernel_page_tokens": {"full": 0}}, "kernel_page_tokens of full"),
         ({"kernel_page_tokens": {"other": 16}}, "kernel_page_tokens: give a mapping by group: full"),
         ({"kernel_page_tokens": 16}, "kernel_page_tokens: give a mapping"),
@@ -721,7 +721,7 @@ def test_layers_are_found_by_their_number_in_the_model():
     ("n", "said"),
     [
         (7, "layers 0 to 6, not 7"), (2**70, "layers 0 to 6"), (-1, "n"), (1.0, "n"), (True, "n"), ("1", "n"),
-        (3, "layer 3 keeps no pages"),
+        (3, "layer 3 stores no pages"),
     ],
 )  # fmt: skip
 def test_layers_that_are_not_there_are_refused(n: Any, said: str):

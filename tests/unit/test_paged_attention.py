@@ -353,7 +353,7 @@ def test_bad_input_is_refused():
         ((q.int(), layer, batch), {}, "queries"),
         ((None, layer, batch), {}, "queries"),
         ((q.to("meta"), layer, batch), {}, "queries is on meta"),
-        ((q[:1], layer, batch), {}, "there are 1"),
+        ((q[:1], layer, batch), {}, "tokens, not 1"),
         ((q[:, :3], layer, batch), {}, "multiple"),
         ((q[:, :0], layer, batch), {}, "multiple"),
         ((q[..., :7], layer, batch), {}, "heads of 7"),
@@ -372,5 +372,5 @@ def test_bad_input_is_refused():
         with pytest.raises(ArgumentError, match=match):
             paged_attention(*positional, **named)
     latents = Case(SHAPES["latent"], [(5, 2)])
-    with pytest.raises(ArgumentError, match="scale: give it for latent attention"):
+    with pytest.raises(ArgumentError, match="scale: give one for latent attention"):
         paged_attention(latents.queries, latents.layer, latents.batch)

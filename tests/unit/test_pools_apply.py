@@ -131,7 +131,7 @@ def test_scales_reach_the_groups_they_name():
     ("change", "said"),
     [
         ({"layout": "llama"}, "layout: give a Layout"),
-        ({"layout": Layout([[]])}, "stores nothing"),
+        ({"layout": Layout([[]])}, "has no paged group"),
         ({"capacity": {"full": 7}}, "capacity: give the number of pages of each group: full, window"),
         ({"capacity": {**CAPACITY, "more": 1}}, "capacity: give the number of pages"),
         ({"capacity": 5}, "capacity: give the number of pages"),
@@ -153,7 +153,7 @@ def test_what_cannot_be_built_says_why(change: dict[str, Any], said: str):
 
 def test_groups_that_no_pool_holds_are_refused():
     states = Layout([FULL, GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=16, kernel=4)])
-    with pytest.raises(ConfigError, match="states"):
+    with pytest.raises(ConfigError, match="state group"):
         Pools(states, {"full": 1, "state": 1}, **SIZES, device="cpu")
     sparse = from_hf(model_config("deepseek-v3.2"))
     names = [group.name for group in sparse.groups]
@@ -162,7 +162,7 @@ def test_groups_that_no_pool_holds_are_refused():
 
 
 def test_a_group_that_is_not_there_is_named_with_those_that_are():
-    with pytest.raises(ArgumentError, match="no group 'state', only full, window"):
+    with pytest.raises(ArgumentError, match="no group 'state': the groups are full, window"):
         pools_of()["state"]
 
 
@@ -432,7 +432,7 @@ def test_pages_are_copied_in_all_layers(kind: Any, source: list[int], target: li
         ([1], [8], OutOfRangeError, r"target\[0\] = 8 .*0 to 7"),
         ([1, -1], [2, 3], OutOfRangeError, r"source\[1\] = -1"),
         ([1, 2], [3], ArgumentError, "source has 2 pages and target 1"),
-        ([1, 2], [3, 3], ArgumentError, "target: a page stands twice"),
+        ([1, 2], [3, 3], ArgumentError, "target has a duplicate"),
         ([1.0], [2], ArgumentError, "source: give integer ids"),
     ],
 )

@@ -104,7 +104,7 @@ def test_keys_alone_for_latent_attention(device: str):
     assert pool.v_buffer == []
     pool.store(1, [5], torch.ones(1, 16, device=device), None)
     assert float(pool.k_buffer[1][5].sum()) == 16
-    with pytest.raises(ArgumentError, match="keys only"):
+    with pytest.raises(ArgumentError, match="this pool has no values"):
         pool.store(1, [5], torch.ones(1, 16, device=device), torch.ones(1, 12, device=device))
     packed = pool.pack([1])
     assert packed.shape == (1, 2 * 4 * 16 * 4)
@@ -195,7 +195,7 @@ def test_packing_nothing(device: str):
         ({"dtype": torch.int32}, "dtype"),
         ({"dtype": torch.float64}, "dtype"),
         ({"device": "cuda:77"}, "device"),
-        ({"num_pages": 2**31}, "pass 2"),
+        ({"num_pages": 2**31}, "exceed 2"),
         ({"num_pages": 10**5000}, "num_pages"),
         ({"k_scale": [1.0, 1.0]}, "k_scale"),  # not an fp8 pool
         ({"dtype": torch.float8_e5m2, "k_scale": [1.0]}, "k_scale"),
@@ -208,7 +208,7 @@ def test_packing_nothing(device: str):
         ({"dtype": torch.float8_e5m2, "v_scale": "11"}, "v_scale"),
         ({"k_buffer": [1, 2]}, "k_buffer"),
         ({"k_buffer": 3}, "k_buffer"),
-        ({"k_shape": (2**40, 2**40)}, "memory"),
+        ({"k_shape": (2**40, 2**40)}, "address space"),
         ({"staging": "x"}, "staging"),
     ],
 )

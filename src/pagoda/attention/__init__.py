@@ -1,6 +1,6 @@
 """Attention over the pages of a pool. In: queries, a layer, a batch; out: outputs.
 
-`paged_attention` is attention in plain torch; `nhd_pages` and `hnd_pages` show a pool's buffer in pages, as
+`paged_attention` is a reference in plain torch; `nhd_pages` and `hnd_pages` view a pool's buffer by page, as
 back ends take it.
 """
 

@@ -1,4 +1,6 @@
-"""Attention over a pool, through a batch, in plain torch: the reference, and what serves a CPU."""
+"""Attention over a pool's pages in plain torch: the reference, and the implementation for CPUs.
+
+In: queries, a layer, a batch; out: outputs."""
 
 from __future__ import annotations
 
@@ -27,22 +29,23 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of a step's queries over what its rows have stored: [tokens, heads, v_dim].
+    """Return causal attention of a step's queries over the stored tokens of its rows: [tokens, heads, v_dim].
 
-    queries: [tokens, heads, k_dim], packed as the batch's `query_start_loc` says; those of a row are its last
-    tokens. layer: `Pools.layer(n)`, in which the step's own keys and values are stored already. heads are a
-    multiple of the layer's KV heads: each of these serves neighbours. A layer of latents is read in the
-    absorbed form: a key is latent ‖ rotated part, and its latent is the value. The window, and `sink_tokens`
-    that every query reads, are those of the layer's group.
+    queries: [tokens, heads, k_dim], packed by the batch's `query_start_loc`; a row's queries are its last
+    tokens. layer: `Pools.layer(n)`, with the step's own keys and values already stored. The number of heads
+    is a multiple of the layer's KV heads, each of which serves adjacent query heads. Latents are read in the
+    absorbed form: a key is latent ‖ rotated part, and the latent is also the value. The window and the
+    `sink_tokens`, which every query reads, are those of the layer's group.
 
-    A logit is scale * query · key, then softcap * tanh(logit / softcap). `scale` is k_dim ** −0.5 by default,
-    and has to be given for latents. `sinks`: [heads], one more logit per head, which only the denominator
-    knows. fp8 pools are read with their scales. A query without any key, and padding, get 0.
+    A logit is scale * query · key, then softcap * tanh(logit / softcap) if `softcap` is given. `scale` is
+    k_dim ** −0.5 by default and is required for latents. `sinks`: [heads], one more logit per head, which
+    counts in the denominator only. fp8 pools are read with their scales. Queries without any key, and
+    padding, give 0.
 
-    Computes in float32 (float64 for such queries) and returns the dtype of the queries. Cost: lengths are
-    read back, so it waits for the device and cannot be captured. Rows with as many queries go together,
-    padded to the longest; keys and values are gathered and widened, and logits made in parts of up to 256
-    MiB. For reference, tests and CPUs. Page ids outside the pool are not read. Errors: ArgumentError.
+    It computes in float32 (float64 for float64 queries) and returns the dtype of the queries. Cost: lengths
+    are read back, so it waits for the device and cannot be captured. Rows with the same number of queries are
+    computed together, padded to the longest; keys and values are gathered and widened, and logits computed in
+    parts of up to 256 MiB. Page ids outside the pool are not read. Errors: ArgumentError.
     """
     if not isinstance(batch, Batch):
         raise ArgumentError(f"batch: give what Pools.batch returned, not {type(batch).__name__}")
@@ -55,12 +58,12 @@ def paged_attention(
     kv_heads = keys.shape[1]
     if keys.shape[2] != k_dim or heads % kv_heads or not heads:
         raise ArgumentError(
-            f"queries have {heads} heads of {k_dim} dimensions, and layer {layer.number} has {kv_heads} KV "
-            f"heads of {keys.shape[2]}: give as many dimensions, and a multiple of the heads"
+            f"queries have {heads} heads of {k_dim} dimensions: layer {layer.number} takes a multiple of "
+            f"{kv_heads} heads of {keys.shape[2]} dimensions"
         )
     if values is None:
         if scale is None:
-            raise ArgumentError("scale: give it for latent attention: the width of a latent does not tell it")
+            raise ArgumentError("scale: give one for latent attention, where k_dim does not imply it")
         width = _latent_width(layer)
     else:
         width = values.shape[2]
@@ -81,7 +84,7 @@ def paged_attention(
             continue
         if starts[row] < 0 or starts[row + 1] > num_tokens:
             raise ArgumentError(
-                f"queries: there are {num_tokens}, and the batch has tokens up to {starts[row + 1]}"
+                f"queries: give one for each of the batch's {starts[row + 1]} tokens, not {num_tokens}"
             )
         alike[starts[row + 1] - starts[row]].append(row)
 
@@ -106,7 +109,7 @@ def paged_attention(
 
 
 def _latent_width(layer: Layer) -> int:
-    """Dimensions of a latent that are its value: all but the rotated part, which comes last."""
+    """Return how many dimensions of a latent are its value: all but the rotated part, which comes last."""
     if len(layer.group.storage.entries) == 1 and len(parts := layer.group.storage.entries[0].parts) > 1:
         return int(parts[0].shape[0])
     return int(layer.keys.shape[2])
@@ -115,8 +118,8 @@ def _latent_width(layer: Layer) -> int:
 def _reach(
     view: GroupBatch[torch.Tensor], rows: list[int], lengths: list[int], num_queries: int, num_pages: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pages that some rows may read, padded to the most: ids [rows, n], 0 is none, and the
-    positions of their tokens [rows, n * page_tokens]."""
+    """Return the pages that some rows may read, padded to the longest: ids [rows, n], 0 for no page, and the
+    positions of their tokens, [rows, n * page_tokens]."""
     window = view.group.window
     firsts = [0] * len(rows)
     if window is not None and not view.group.storage.sink_tokens:
@@ -136,7 +139,7 @@ def _reach(
 def _mask(
     view: GroupBatch[torch.Tensor], pages: torch.Tensor, positions: torch.Tensor, at: torch.Tensor
 ) -> torch.Tensor:
-    """Which tokens each query reads: [rows, q, tokens]."""
+    """Return which tokens each query reads: [rows, q, tokens]."""
     there, query = positions[:, None], at[:, :, None]
     is_read = there <= query
     if view.group.window is not None:
@@ -148,8 +151,10 @@ def _mask(
 def _gather(
     paged: torch.Tensor, pages: torch.Tensor, is_read: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[rows, tokens, kv_heads, dim]; what no query reads is 0, whatever lies there."""
-    shown = paged.view(torch.uint8) if paged.dtype in FP8_DTYPES else paged  # not everywhere gathered
+    """[rows, tokens, kv_heads, dim]; tokens that no query reads are 0, whatever is stored there."""
+    shown = (
+        paged.view(torch.uint8) if paged.dtype in FP8_DTYPES else paged
+    )  # fp8 cannot be indexed everywhere
     found = shown[pages.long()].flatten(1, 2).view(paged.dtype).to(dtype)
     return found.masked_fill_(~is_read.any(1)[:, :, None, None], 0)
 
@@ -185,9 +190,9 @@ def _require_floats(tensor: Any, name: str, device: torch.device) -> None:
             if isinstance(tensor, torch.Tensor)
             else type(tensor).__name__
         )
-        raise ArgumentError(f"{name}: give floats of three dimensions, not {found}")
+        raise ArgumentError(f"{name}: give a tensor of floats with three dimensions, not {found}")
     if tensor.device != device:
-        raise ArgumentError(f"{name} is on {tensor.device} and the batch on {device}")
+        raise ArgumentError(f"{name} is on {tensor.device} and the batch on {device}: move it there")
 
 
 def _number(value: Any, name: str) -> float:

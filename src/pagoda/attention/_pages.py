@@ -1,4 +1,4 @@
-"""A pool's buffer as back ends take it: by page, in either order of heads and tokens. No copies."""
+"""Views of a pool's buffer by page, as back ends take it, in either order of heads and tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["hnd_pages", "nhd_pages"]
 
 
 def nhd_pages(buffer: torch.Tensor, page_tokens: int) -> torch.Tensor:
-    """A buffer [num_slots, heads, dim] of a pool as [num_pages, page_tokens, heads, dim]: FlashInfer's
-    NHD, and what FlashAttention and vLLM-style kernels take.
+    """View a pool's buffer [num_slots, heads, dim] as [num_pages, page_tokens, heads, dim]: FlashInfer's NHD
+    order, which FlashAttention and vLLM-style kernels take, too.
 
-    A view of the same memory. `page_tokens` are those of the kernel's pages (`batch[name].page_tokens`).
-    Errors: ArgumentError for slots that are not a whole number of pages.
+    `page_tokens` is the kernel's page size (`batch[name].page_tokens`). Errors: ArgumentError for slots that
+    are not a whole number of pages.
     """
     tokens = integer(page_tokens, "page_tokens", 1, ArgumentError)
     if not isinstance(buffer, torch.Tensor) or buffer.dim() != 3 or not buffer.is_contiguous():
@@ -29,9 +29,10 @@ def nhd_pages(buffer: torch.Tensor, page_tokens: int) -> torch.Tensor:
 
 
 def hnd_pages(buffer: torch.Tensor, page_tokens: int) -> torch.Tensor:
-    """As `nhd_pages`, as [num_pages, heads, page_tokens, dim]: FlashInfer's HND.
+    """View a pool's buffer [num_slots, heads, dim] as [num_pages, heads, page_tokens, dim]: FlashInfer's HND
+    order.
 
-    A permuted view: the tokens of a head do not lie side by side, so it serves back ends that take strides.
+    The view is permuted, so it serves back ends that take strides. Otherwise as `nhd_pages`.
     """
     return nhd_pages(buffer, page_tokens).transpose(1, 2)
 

@@ -1,6 +1,6 @@
-"""The names of public designs, one thin file or folder a contract, over the parts of the house.
+"""The names of public designs, one thin module or folder per contract, built on the rest of Pagoda.
 
-Nothing inside the house imports this: names are used as `pagoda.compat.KVPool`.
+Nothing else in Pagoda imports it; names are used as `pagoda.compat.KVPool`.
 """
 
 from pagoda.compat.blocks import BlockAllocator

@@ -18,9 +18,9 @@ __all__ = ["BlockAllocator"]
 class BlockAllocator:
     """Hands out blocks 1 … num_total_blocks, lowest first; block 0 is the null block.
 
-    Call it between captures. Several threads may call it.
+    Call it outside of captures. Thread-safe.
 
-    Errors: ConfigError for a negative size or a device that is not there.
+    Errors: ConfigError for a negative size or an unknown device.
     """
 
     def __init__(self, num_total_blocks: int, device: torch.device | str = "cuda") -> None:
@@ -33,38 +33,38 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be acquired now. O(1)."""
+        """Blocks that can be acquired now."""
         return self._blocks.num_free
 
     def acquire(self, n: int) -> torch.Tensor:
-        """n block numbers, [n] int32 on `device`; the caller holds them.
+        """Return n block numbers, [n] int32 on `device`; the caller holds them.
 
-        Cost O(n) on the host and one copy that nobody waits for. Errors: CapacityError with what was
-        asked, what is free and the total; ArgumentError; CaptureError.
+        Cost: O(n) on the host and one asynchronous copy. Errors: CapacityError with the requested, free and
+        total numbers; ArgumentError; CaptureError.
         """
         refuse_capture(self._staging.device, "acquire")
         blocks = self.acquire_host(n)
         try:
             return self._staging.send(blocks)[0]
-        except BaseException:  # no memory on the device, Ctrl-C
+        except BaseException:  # out of device memory, or Ctrl-C
             self.release(blocks)
             raise
 
     def acquire_host(self, n: int) -> npt.NDArray[np.int32]:
         """As `acquire`, but [n] int32 on the host: no device is touched."""
         wanted = number(n, "n")
-        if wanted > self._blocks.num_ids:  # however large: more than any integer of the free-list too
+        if wanted > self._blocks.num_ids:  # may exceed the integers of the free-list
             raise CapacityError("blocks", wanted, self._blocks.num_free, self._blocks.num_ids)
         return self._blocks.alloc(wanted)
 
     def release(self, ids: AnyIds) -> None:
-        """Give blocks back. Cost O(n); a device tensor costs one synchronisation.
+        """Free blocks. A device tensor costs one synchronisation.
 
         Errors: DoubleFreeError, NotHeldError, OutOfRangeError, ArgumentError; nothing is freed then.
         """
         self._blocks.free(host_ids(ids, "ids"))
 
     def check(self) -> None:
-        """Verify invariants 1 to 4 and 7. Cost: a walk over all of it. Errors: InvariantError."""
+        """Verify invariants 1 to 4 and 7. Walks over everything. Errors: InvariantError."""
         self._blocks.check()
         self._staging.check()

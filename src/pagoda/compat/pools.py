@@ -1,4 +1,4 @@
-"""The three-layer pools of a serving engine: rows to slots, slots, tensors; and the states of GDN layers."""
+"""The pools of a serving engine in three layers (rows to slots, slots, tensors), and states of GDN layers."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def _num_pages(size: int, page_size: int) -> int:
     if size % page_size:
         raise ConfigError(f"size = {size} is not a multiple of page_size = {page_size}: give whole pages")
     if size + page_size > 2**31 - 1:
-        raise ConfigError(f"size = {size} and page_size = {page_size}: slots pass 2^31: give fewer")
+        raise ConfigError(f"size = {size} and page_size = {page_size}: slots exceed 2^31: give fewer")
     return size // page_size
 
 
 class KVPool:
     """K and V buffers of `layer_num` layers for `size` slots; slots below page_size are padding.
 
-    Per layer one K buffer [size + page_size, k_head_num, k_head_dim] and one V buffer, whose heads and dim
-    default to K's. fp8 buffers store value / scale, one scale a layer. `pin_memory` pins CPU pools
-    where there is a CUDA device to pin for.
+    Each layer has one K buffer [size + page_size, k_head_num, k_head_dim] and one V buffer, whose heads and
+    dim default to K's. fp8 buffers store value / scale, with one scale per layer. `pin_memory` pins CPU pools
+    on machines with a CUDA device.
 
     Errors: ConfigError, naming the argument.
     """
@@ -98,28 +98,28 @@ class KVPool:
 
     @property
     def k_buffer(self) -> list[torch.Tensor]:
-        """The K buffers, one a layer. O(1)."""
+        """The K buffers, one per layer."""
         return self._pool.k_buffer
 
     @property
     def v_buffer(self) -> list[torch.Tensor]:
-        """The V buffers, one a layer. O(1)."""
+        """The V buffers, one per layer."""
         return self._pool.v_buffer
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """The K buffer of a layer, no copy. O(1). Errors: ArgumentError."""
+        """Return the K buffer of a layer, without a copy. Errors: ArgumentError."""
         return self.k_buffer[layer_number(layer_id, self.layer_num, "layer_id")]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """The V buffer of a layer, no copy. O(1). Errors: ArgumentError."""
+        """Return the V buffer of a layer, without a copy. Errors: ArgumentError."""
         return self.v_buffer[layer_number(layer_id, self.layer_num, "layer_id")]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both buffers of a layer, no copy. O(1). Errors: ArgumentError."""
+        """Return both buffers of a layer, without a copy. Errors: ArgumentError."""
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
     def set_kv_buffer(self, layer_id: int, indices: AnyIds, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write rows of k and v to slots of a layer. Cost and errors: `TokenPool.store`."""
+        """Write the tokens of k and v to slots of a layer. Cost and errors are those of `TokenPool.store`."""
         try:
             self._pool.store(layer_id, indices, k, v)
         except UsageError as error:
@@ -127,21 +127,20 @@ class KVPool:
             raise
 
     def mem_bytes(self) -> int:
-        """Bytes of all buffers, padding included. O(1)."""
+        """Bytes of all buffers, padding included."""
         return self._pool.memory_bytes()
 
     def check(self) -> None:
-        """Verify invariants 6 and 7. Cost: a walk over all of it. Errors: InvariantError."""
+        """Verify invariants 6 and 7. Walks over everything. Errors: InvariantError."""
         self._pool.check()
 
 
 class TokenToKVPoolAllocator:
-    """Hands out slots page_size … size + page_size − 1 of a token pool, whole pages at a time.
+    """Hands out slots page_size … size + page_size − 1 of a token pool, in whole pages.
 
-    Lowest slots first, whatever `need_sort` says: the order costs nothing here. Several threads may
-    call it.
+    Lowest slots come first whatever `need_sort` is, since keeping the order costs nothing here. Thread-safe.
 
-    Errors: ConfigError when size is not a multiple of page_size, or for a device that is not there.
+    Errors: ConfigError if size is not a multiple of page_size, or for an unknown device.
     """
 
     def __init__(
@@ -153,21 +152,21 @@ class TokenToKVPoolAllocator:
         self._pages = FreeList(_num_pages(self.size, self.page_size), what=what)
         self._staging = Staging(device)
         self._lock = threading.RLock()
-        self._group = 0  # number of the latest free group, and the fence of what it collects
+        self._group = 0  # number of the latest free group, and the fence of the ids that it collects
         self._group_is_open = False
-        # Ids on a device, read when the group ends, and when each is there.
+        # Ids on a device, which are read when the group ends, and an event for when each is ready.
         self._group_unread: list[tuple[torch.Tensor, torch.cuda.Event]] = []
-        self._group_contexts = 0  # that are entered: the outermost ends the group
+        self._group_contexts = 0  # open context managers: the outermost ends the group
 
     def available_size(self) -> int:
-        """Tokens that can be allocated now, in whole pages. O(1)."""
+        """Return how many tokens can be allocated now, in whole pages."""
         return self._pages.num_free * self.page_size
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """need_size slots, [need_size] int32 on `device`, or None when they are not there.
+        """Return need_size slots, [need_size] int32 on `device`, or None if too few are free.
 
-        Whole pages are taken; the caller holds them. Cost O(need_size) on the host and one copy that
-        nobody waits for. Errors: ArgumentError; CaptureError.
+        Whole pages are taken, and the caller holds them. Cost: O(need_size) on the host and one asynchronous
+        copy. Errors: ArgumentError; CaptureError.
         """
         refuse_capture(self._staging.device, "alloc")
         return self._send(self.alloc_host(need_size))
@@ -179,14 +178,14 @@ class TokenToKVPoolAllocator:
         return self._grow([0], [need_size], [0])
 
     def alloc_extend(self, old_lens: AnyIds, new_lens: AnyIds, last_slots: AnyIds) -> torch.Tensor | None:
-        """Slots for requests that each grow from an old to a new length, or None when they are not there.
+        """Return slots for requests that each grow from an old to a new length, or None if too few are free.
 
-        A page that ends half-used is its request's alone: two requests of one call that name one are
-        refused, two calls are not. Request i first fills the page of last_slots[i], the slot of its last
-        token (ignored where old_lens[i] ends a page), then whole pages. [sum(new_lens − old_lens)] int32
-        on `device`, request after request. One call a step, all or nothing. Cost O(requests + tokens);
-        arguments in device tensors cost a synchronisation. Errors: ArgumentError for lengths that shrink
-        or differ in number, or a last slot that does not fit; NotHeldError, OutOfRangeError; CaptureError.
+        The result is [sum(new_lens − old_lens)] int32 on `device`, request by request; it is all or nothing.
+        Request i first fills the page of last_slots[i], the slot of its last token (ignored if old_lens[i]
+        ends a page), then whole pages. A partly filled page belongs to one request: two requests of one call
+        that name the same page are refused, but separate calls are not compared. Cost: O(requests + tokens);
+        device tensors cost one synchronisation. Errors: ArgumentError for lengths that shrink or differ in
+        number, or a last slot that does not fit; NotHeldError, OutOfRangeError; CaptureError.
         """
         refuse_capture(self._staging.device, "alloc_extend")
         return self._send(self.alloc_extend_host(old_lens, new_lens, last_slots))
@@ -210,22 +209,22 @@ class TokenToKVPoolAllocator:
             return None
         try:
             return self._staging.send(slots)[0]
-        except BaseException:  # no memory on the device, Ctrl-C: the pages that were taken go back
+        except BaseException:  # out of device memory, or Ctrl-C: return the pages that were taken
             self._pages.free(slots[slots % self.page_size == 0] // self.page_size)
             raise
 
     def free(self, indices: AnyIds) -> None:
-        """Give slots back: with page_size > 1 the pages they name, each once.
+        """Free slots: with page_size > 1, the pages of these slots, each once.
 
-        Inside a free group they are collected; ids on a device are then read and checked when the
-        group ends. Cost O(n); a device tensor costs one synchronisation. Errors: DoubleFreeError,
-        NotHeldError, OutOfRangeError, ArgumentError; nothing is freed then.
+        A free group collects them, and reads and checks ids on a device when it ends. Otherwise a device
+        tensor costs one synchronisation. Errors: DoubleFreeError, NotHeldError, OutOfRangeError,
+        ArgumentError; nothing is freed then.
         """
         with self._lock:
             device = self._staging.device
             if self._group_is_open and is_unread(indices, device):
                 refuse_capture(device, "collecting ids from a device tensor")
-                # A copy: the caller may overwrite its tensor before the group ends, on another stream.
+                # Copied, because the caller may overwrite its tensor, on any stream, before the group ends.
                 copy = unread_ids(indices, "indices").clone()
                 self._group_unread.append((copy, torch.cuda.current_stream(device).record_event()))
             else:
@@ -239,17 +238,17 @@ class TokenToKVPoolAllocator:
             raise
 
     def free_group(self) -> _FreeGroup:
-        """A context manager: a group that begins when it is entered and ends when it is left. O(1).
+        """Return a context manager: the group begins when it is entered and ends when it is left.
 
-        Within another one it is part of that, which ends it.
+        Nested inside another group, it is part of the outer one and ends with it.
         """
         return _FreeGroup(self)
 
     def free_group_begin(self) -> _FreeGroup:
-        """Collect what is freed from now on, by any thread, until `free_group_end`. O(1).
+        """Collect what any thread frees from now on, until `free_group_end`.
 
-        A group that is open already goes on: one that an exception kept from ending loses nothing.
-        What comes back may be used as a context manager that ends the group.
+        If a group is already open, because an exception kept it from ending, it continues and loses nothing.
+        The result may be used as a context manager that ends the group.
         """
         with self._lock:
             if not self._group_is_open:
@@ -269,15 +268,15 @@ class TokenToKVPoolAllocator:
                 self.free_group_end()
 
     def free_group_end(self) -> None:
-        """Release what the group collected, in one go. Without a group nothing happens.
+        """End the group and free everything that it collected. Without a group nothing happens.
 
-        Cost: what it releases; ids in device tensors cost one synchronisation. Errors: as `free`, for
-        ids in device tensors: the group then frees nothing, and is over.
+        Device tensors cost one synchronisation. Errors: as `free`, for ids in device tensors: the group then
+        ends and frees nothing.
         """
         with self._lock:
             if not self._group_is_open:
                 return
-            # Closed first: what re-enters from here on (a finalizer) begins another group.
+            # Closed first, so that a finalizer that re-enters from here on begins another group.
             group, unread = self._group, self._group_unread
             self._group_is_open, self._group_unread = False, []
             try:
@@ -291,26 +290,26 @@ class TokenToKVPoolAllocator:
                 raise
 
     def merge_and_sort_free(self) -> None:
-        """Make everything freed so far allocatable, lowest first: it always is. O(1)."""
+        """Do nothing: what was freed can always be allocated, lowest first."""
 
     def clear(self) -> None:
-        """Make every slot free and forget an open group. O(size / 64)."""
+        """Free every slot and discard an open group."""
         with self._lock:
             self._pages.reset()
             self._group, self._group_is_open = 0, False
             self._group_unread.clear()
 
     def check(self) -> None:
-        """Verify invariants 1 to 4, 7 and 8. Cost: a walk over all of it. Errors: InvariantError."""
+        """Verify invariants 1 to 4, 7 and 8. Walks over everything. Errors: InvariantError."""
         with self._lock:
             self._pages.check()
             self._staging.check()
             if not self._group_is_open and (self._pages.num_quarantined or self._group_unread):
-                raise InvariantError(8, "slots are collected for a free group, and none is open")
+                raise InvariantError(8, "slots are collected although no free group is open")
 
 
 class _FreeGroup:
-    """A free group as a context manager: what it collected is released also when an exception leaves it."""
+    """A free group as a context manager, which also ends the group when an exception leaves it."""
 
     def __init__(self, allocator: TokenToKVPoolAllocator) -> None:
         self._allocator = allocator
@@ -328,10 +327,10 @@ class _FreeGroup:
 class ReqToTokenPool:
     """Maps (row, position) to a slot: `req_to_token` is int32 [max_reqs + 1, max_context_len].
 
-    Rows are 1 … max_reqs, lowest first; row 0 is padding. A pure mapping: it knows no lengths, and any
-    position may be written again. Several threads may call it.
+    Rows are 1 … max_reqs, lowest first; row 0 is padding. It is a plain mapping: it knows no lengths, and any
+    position may be overwritten. Thread-safe.
 
-    Errors: ConfigError for sizes that are not positive or a device that is not there.
+    Errors: ConfigError for sizes that are not positive or an unknown device.
     """
 
     def __init__(self, max_reqs: int, max_context_len: int, device: torch.device | str = "cuda") -> None:
@@ -348,15 +347,15 @@ class ReqToTokenPool:
 
     @property
     def req_to_token(self) -> torch.Tensor:
-        """The matrix, int32 [max_reqs + 1, max_context_len]; it never moves. O(1)."""
+        """The matrix, int32 [max_reqs + 1, max_context_len]; it never moves."""
         return self._table.tensor
 
     def available_size(self) -> int:
-        """Rows that can be allocated now. O(1)."""
+        """Return how many rows can be allocated now."""
         return self._rows.num_free
 
     def alloc(self, n: int = 1) -> list[int] | None:
-        """n rows, or None when they are not there; the caller holds them. O(n). Errors: ArgumentError."""
+        """Return n rows, or None if too few are free; the caller holds them. Errors: ArgumentError."""
         if number(n, "n") > self.size:
             return None
         try:
@@ -366,7 +365,7 @@ class ReqToTokenPool:
         return rows
 
     def free(self, slot: AnyIds) -> None:
-        """Give a row back, or several. O(n).
+        """Free one row or several.
 
         Errors: DoubleFreeError, NotHeldError, OutOfRangeError, ArgumentError; nothing is freed then.
         """
@@ -378,10 +377,10 @@ class ReqToTokenPool:
             raise
 
     def write(self, index: tuple[Any, Any], values: Any) -> None:
-        """Write slots at (row, slice(a, b)), or at (rows, positions) for one entry each of many rows.
+        """Write slots at (row, slice(a, b)), or at (rows, positions), one position per row.
 
-        Values may lie on the host or on the device; neither costs a synchronisation. Rows and positions
-        in a device tensor must be valid, since looking at them would wait. Cost: that of
+        Values may be on the host or on the device; neither costs a synchronisation. Rows and positions in a
+        device tensor must be valid, since a check would wait for the device. Cost: that of
         `DeviceTable.write_at`. Errors: ArgumentError for an index of another form, values of another length
         or float values; OutOfRangeError for rows and positions on the host; CaptureError for host values on
         CUDA.
@@ -402,14 +401,16 @@ class ReqToTokenPool:
         sizes = [rows.shape[0], positions.shape[0], new.shape[0]]
         n = max(sizes) if all(sizes) else 0
         if any(size not in (1, n) for size in sizes):
-            raise ArgumentError(f"index and values: {sizes} rows, positions and values do not fit together")
+            raise ArgumentError(
+                f"index and values have {sizes} rows, positions and values: give one of each per write"
+            )
         self._table.write_at(rows, positions, new)
 
     def _run(self, row: Any, where: slice) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The row and the positions of (row, slice(a, b))."""
+        """Return the row and the positions of (row, slice(a, b))."""
         at = host_ids(row, "index[0]")
         if at.size != 1:
-            raise ArgumentError("index: a slice goes with one row")
+            raise ArgumentError("index: give one row with a slice")
         require_range(at, 0, self.size, "index[0]", "rows")
         begin = number(0 if where.start is None else where.start, "index[1]")
         end = number(self.max_context_len if where.stop is None else where.stop, "index[1]")
@@ -417,12 +418,12 @@ class ReqToTokenPool:
             raise ArgumentError("index: give a slice without a step")
         if end > self.max_context_len or begin > end:
             raise ArgumentError(
-                f"index: the slice leaves positions 0 to {self.max_context_len}, or ends before it begins"
+                f"index: give a slice within 0 to {self.max_context_len} that does not end before it begins"
             )
         return at, np.arange(begin, end)
 
     def _ids(self, ids: Any, name: str, low: int, high: int) -> Any:
-        """Ids that `DeviceTable.write_at` takes: on the device as they are, else checked, on the host."""
+        """Return ids for `DeviceTable.write_at`: on the device as they are, else checked and on the host."""
         if is_unread(ids, self._staging.device):
             return unread_ids(ids, name)
         host = host_ids(ids, name)
@@ -430,21 +431,21 @@ class ReqToTokenPool:
         return host
 
     def clear(self) -> None:
-        """Make every row free; what was written stays. O(rows / 64)."""
+        """Free every row; the contents of the matrix stay."""
         self._rows.reset()
 
     def check(self) -> None:
-        """Verify invariants 1 to 4, 6 and 7. Cost: a walk over all of it. Errors: InvariantError."""
+        """Verify invariants 1 to 4, 6 and 7. Walks over everything. Errors: InvariantError."""
         self._rows.check()
         self._table.check()
 
 
 class GDNPool:
-    """States of gated-delta-net layers, by the rows of `ReqToTokenPool`; track slots lie behind them.
+    """States of gated-delta-net layers, indexed by the rows of `ReqToTokenPool`, then by track slots.
 
     `recurrent_state` is float32 [layers, rows, num_v_heads, head_v_dim, head_k_dim] (V before K),
-    `conv_state` is `dtype` [layers, rows, conv_dim, conv_kernel_size − 1]. Row 0 is padding, rows 1 …
-    max_reqs are requests', and from max_reqs + 1 on max_track_slots rows hold snapshots.
+    `conv_state` is `dtype` [layers, rows, conv_dim, conv_kernel_size − 1]. Index 0 is padding, 1 … max_reqs
+    are the rows of requests, and the max_track_slots indices from max_reqs + 1 on hold snapshots.
 
     Errors: ConfigError, naming the argument.
     """
@@ -480,21 +481,21 @@ class GDNPool:
 
     @property
     def recurrent_state(self) -> torch.Tensor:
-        """The recurrent states of all layers; they never move. O(1)."""
+        """The recurrent states of all layers; the tensor never moves."""
         return self._pool.tensors["recurrent"]
 
     @property
     def conv_state(self) -> torch.Tensor:
-        """The convolution states of all layers; they never move. O(1)."""
+        """The convolution states of all layers; the tensor never moves."""
         return self._pool.tensors["conv"]
 
     def get_layer_state(self, gdn_layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of a layer's recurrent and convolution states. O(1). Errors: ArgumentError."""
+        """Return views of a layer's recurrent and convolution states. Errors: ArgumentError."""
         layer = self._pool.layer(layer_number(gdn_layer_idx, self.num_gdn_layers, "gdn_layer_idx"))
         return layer["recurrent"], layer["conv"]
 
     def reset_states(self, req_pool_indices: AnyIds) -> None:
-        """Zero rows in all layers. Cost and errors: `StatePool.reset`."""
+        """Zero the states of rows in all layers. Cost and errors are those of `StatePool.reset`."""
         try:
             self._pool.reset(req_pool_indices)
         except UsageError as error:
@@ -502,7 +503,7 @@ class GDNPool:
             raise
 
     def copy_states(self, src_index: AnyIds, dst_index: AnyIds) -> None:
-        """Copy rows to other rows, working or track. Cost and errors: `StatePool.copy`."""
+        """Copy states between rows and track slots. Cost and errors are those of `StatePool.copy`."""
         try:
             self._pool.copy(src_index, dst_index)
         except UsageError as error:
@@ -510,14 +511,14 @@ class GDNPool:
             raise
 
     def alloc_track_slot(self) -> int | None:
-        """The lowest free track slot, or None; the caller holds it. O(1)."""
+        """Return the lowest free track slot, or None; the caller holds it."""
         try:
             return int(self._tracks.alloc(1)[0])
         except CapacityError:
             return None
 
     def free_track_slot(self, slot: int) -> None:
-        """Give a track slot back. O(1). Errors: NotHeldError, OutOfRangeError, ArgumentError."""
+        """Free a track slot. Errors: NotHeldError, OutOfRangeError, ArgumentError."""
         try:
             self._tracks.free([slot])
         except UsageError as error:
@@ -525,11 +526,11 @@ class GDNPool:
             raise
 
     def mem_bytes(self) -> int:
-        """Bytes of both states, padding and track slots included. O(1)."""
+        """Bytes of both states, padding and track slots included."""
         return self._pool.memory_bytes()
 
     def check(self) -> None:
-        """Verify invariants 1 to 4, 6 and 7. Cost: a walk over all of it. Errors: InvariantError."""
+        """Verify invariants 1 to 4, 6 and 7. Walks over everything. Errors: InvariantError."""
         self._tracks.check()
         self._pool.check()
 
@@ -537,7 +538,7 @@ class GDNPool:
 def make_req_to_token_pool(
     max_reqs: int, max_context_len: int, device: torch.device | str = "cuda"
 ) -> ReqToTokenPool:
-    """A `ReqToTokenPool`; cost and errors are its own."""
+    """Make a `ReqToTokenPool`. Cost and errors are those of the class."""
     return ReqToTokenPool(max_reqs, max_context_len, device)
 
 
@@ -554,7 +555,7 @@ def make_full_attention_net_mem_pool(
     need_sort: bool = True,
     pin_memory: bool = True,
 ) -> tuple[KVPool, TokenToKVPoolAllocator]:
-    """A `KVPool` and the allocator of its slots; cost and errors are theirs."""
+    """Make a `KVPool` and the allocator of its slots. Cost and errors are those of the classes."""
     pool = KVPool(
         size,
         layer_num,

@@ -1,7 +1,7 @@
 """`PrefixCacheManager`: which slot of a caller's cache holds the prefix of a sequence.
 
-In: tokens; out: (slot, version). Every prefix is an entry that points to a slot and owns none: a page of
-one token with two columns, slot + 1 and version + 1, in a `PrefixTree`.
+In: tokens; out: (slot, version). Every prefix points to a slot and owns none: in a `PrefixTree` it is a page
+of one token with two columns, slot + 1 and version + 1.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from pagoda.tree import Lease, Match, PrefixTree
 
 __all__ = ["PrefixCacheManager"]
 
-MISS = (0, -1, 0)  # length, slot, version of what is not there
+MISS = (0, -1, 0)  # length, slot and version when nothing is found
 _log = logging.getLogger(__name__)
 
 
 class Versions(Protocol):
-    """Whoever knows the version of a slot, as `SlotAllocator` does."""
+    """An object that knows the version of each slot, such as `SlotAllocator`."""
 
     def version(self, idx: int) -> int: ...
 
 
 class PrefixCacheManager:
-    """Points every prefix of the sequences it was told to the slot that holds it; at most `max_capacity`.
+    """Maps every prefix of the inserted sequences to the slot that holds it, at most `max_capacity` prefixes.
 
-    What is referenced is never evicted: where that alone is more than `max_capacity`, it stays. It
-    needs no device: the cache is the caller's. Several threads may call it.
+    Referenced prefixes are never evicted, even if they alone exceed `max_capacity`. It needs no device: the
+    cache belongs to the caller. Thread-safe.
 
     Errors: ConfigError for a negative capacity.
     """
@@ -49,20 +49,20 @@ class PrefixCacheManager:
         self.max_capacity = count(max_capacity, "max_capacity", low=0)
         self._tree = PrefixTree(1, windows=(None, None))
         self._references: dict[bytes, list[Lease]] = {}  # by the digest of a sequence
-        self._is_over = False  # whether references keep more than max_capacity
+        self._is_over = False  # whether referenced prefixes exceed max_capacity
         self._lock = threading.RLock()
 
     @property
     def num_tokens(self) -> int:
-        """Cached tokens, i.e. distinct prefixes. O(1)."""
+        """Cached tokens, which is the number of distinct prefixes."""
         return self._tree.num_tokens
 
     def insert(self, token_ids: AnyIds, slot: int, slot_ver: int) -> None:
-        """Point every prefix of a sequence to a slot at a version, also those that pointed elsewhere.
+        """Point every prefix of a sequence to a slot at a version, even if it pointed elsewhere.
 
-        The caller holds one reference to the sequence until it calls `release`; the slot stays its own.
-        Over capacity the least recently used unreferenced tails go. Cost: O(tokens). Errors:
-        ArgumentError, OutOfRangeError.
+        The caller holds one reference to the sequence until it calls `release`, and still owns the slot.
+        Over capacity, the least recently used unreferenced tails are evicted. Errors: ArgumentError,
+        OutOfRangeError.
         """
         tokens = host_tokens(token_ids, "token_ids")
         entry = _entry_id(slot, "slot"), _entry_id(slot_ver, "slot_ver")
@@ -83,34 +83,34 @@ class PrefixCacheManager:
         self._warn_if(is_news)
 
     def find(self, token_ids: AnyIds) -> tuple[int, int, int]:
-        """(length, slot, version) of the longest cached prefix, which is renewed; (0, −1, 0) without one.
+        """Return (length, slot, version) of the longest cached prefix and renew it; (0, −1, 0) for a miss.
 
-        The slot may have been allocated again since: `find_valid` tells. Cost: O(tokens). Errors:
-        ArgumentError, OutOfRangeError.
+        The slot may have been reallocated since; `find_valid` checks that. Errors: ArgumentError,
+        OutOfRangeError.
         """
         tokens = host_tokens(token_ids, "token_ids")
         with self._lock:
             found = self._match(tokens)
             with self._tree.lock(found) as lease:
-                length = lease.length  # shorter, if a finalizer evicted in between
+                length = lease.length  # shorter if a finalizer evicted in between
         if length == 0:
             return MISS
         slot, version = (int(column[length - 1]) - 1 for column in found.columns)
         return length, slot, version
 
     def find_valid(self, token_ids: AnyIds, slots: Versions) -> tuple[int, int, int]:
-        """As `find`, but the longest prefix whose slot still has the version it had when it was inserted.
+        """As `find`, but return the longest prefix whose slot still has the version it was inserted with.
 
-        `slots` is the `SlotAllocator` of these slots. What is longer but outdated is not renewed.
-        Cost: O(tokens), and a question to `slots` for each change of slot on the way back. Errors:
-        ArgumentError, OutOfRangeError.
+        `slots` is the `SlotAllocator` of these slots. Longer but outdated prefixes are not renewed. Cost:
+        O(tokens), and one call of `slots.version` per change of slot, from the end. Errors: ArgumentError,
+        OutOfRangeError.
         """
         tokens = host_tokens(token_ids, "token_ids")
         if not callable(getattr(slots, "version", None)):
             raise ArgumentError(f"slots: give a SlotAllocator, not {type(slots).__name__}")
         entries = np.stack(self._match(tokens).columns) - 1  # [2, found]: slots, versions
-        # Where the slot or its version changes; each stretch is asked about once, the longest first, and
-        # without our lock: `slots` has one of its own, and a finalizer under that may call us.
+        # Where the slot or its version changes. Each run is checked once, the longest prefix first, and
+        # without our lock: `slots` has its own lock, and a finalizer that runs under it may call us.
         ends = np.flatnonzero((entries[:, 1:] != entries[:, :-1]).any(axis=0)) + 1
         for length in (entries.shape[1], *reversed(ends.tolist())):
             if length == 0:
@@ -129,9 +129,9 @@ class PrefixCacheManager:
             raise
 
     def pin(self, token_ids: AnyIds) -> None:
-        """Add a reference to a sequence, which keeps it from being evicted; nothing if it is not cached.
+        """Add a reference to a sequence, which protects it from eviction. Does nothing if it is not cached.
 
-        Cost: O(tokens). Errors: ArgumentError, OutOfRangeError.
+        Errors: ArgumentError, OutOfRangeError.
         """
         tokens = host_tokens(token_ids, "token_ids")
         with self._lock:
@@ -145,9 +145,9 @@ class PrefixCacheManager:
                 self._tree.release(lease)
 
     def release(self, token_ids: AnyIds) -> None:
-        """Drop a reference to a sequence; what it points to stays cached. Nothing if there is none.
+        """Drop a reference to a sequence, which stays cached. Does nothing if there is no reference.
 
-        Cost: O(tokens). Errors: ArgumentError, OutOfRangeError.
+        Errors: ArgumentError, OutOfRangeError.
         """
         tokens = host_tokens(token_ids, "token_ids")
         require_range(tokens, 0, 2**31 - 1, "token_ids", "tokens")
@@ -170,22 +170,22 @@ class PrefixCacheManager:
             leases.append(lease)
             if self._references.get(key) is leases:
                 return
-            leases.pop()  # a finalizer released the last reference in between, and its list is gone
+            leases.pop()  # a finalizer released the last reference in between and removed its list
 
     def _evict_excess(self) -> bool:
-        """Enforce the capacity as far as references allow; whether it is news that they do not."""
+        """Enforce the capacity as far as references allow. Return whether they newly prevent it."""
         excess, evictable = self._tree.num_tokens - self.max_capacity, self._tree.evictable_tokens
         was_over, self._is_over = self._is_over, excess > evictable
         if excess > 0 and evictable > 0:
-            with suppress(CapacityError):  # a finalizer evicted in between: it saw to the excess too
+            with suppress(CapacityError):  # a finalizer has evicted the excess in between
                 self._tree.evict(min(excess, evictable))
         return self._is_over and not was_over
 
     def _warn_if(self, is_news: bool) -> None:
-        """Without our lock: handlers have locks of their own, and a finalizer under one may call us."""
+        """Log a warning, without our lock: handlers have locks, and a finalizer under one may call us."""
         if is_news:
             _log.warning(
-                "%d cached tokens are referenced, more than max_capacity = %d: they stay until released",
+                "%d cached tokens are referenced, more than max_capacity = %d: they stay until release()",
                 self._tree.num_tokens,
                 self.max_capacity,
             )
@@ -193,12 +193,12 @@ class PrefixCacheManager:
     def copy_kv(
         self, token_ids: AnyIds, target_slot: int, kv_cache: Sequence[torch.Tensor], n_layers: int
     ) -> None:
-        """Copy a cached sequence's positions, of the first n_layers layers, from its slot to another.
+        """Copy a cached sequence's positions, in the first n_layers layers, from its slot to another.
 
-        `kv_cache` is (k_cache, v_cache), each [slot, position, layer, heads, dim]. Nothing happens for a
-        sequence that is not cached. Cost: O(tokens) on the host and one copy a tensor. Errors:
-        ArgumentError for a cache of too few positions or layers, or whose entries share memory;
-        OutOfRangeError for a slot that it has not. Neither tensor is written then.
+        `kv_cache` is (k_cache, v_cache), each [slot, position, layer, heads, dim]. Does nothing for a
+        sequence that is not cached. Cost: one copy per tensor. Errors: ArgumentError for a cache with too few
+        positions or layers, or whose elements share memory; OutOfRangeError for a slot that it does not have.
+        Neither tensor is written then.
         """
         tokens = host_tokens(token_ids, "token_ids")
         target, num_layers = number(target_slot, "target_slot"), number(n_layers, "n_layers")
@@ -213,7 +213,7 @@ class PrefixCacheManager:
             _require_slot(slot, cache, "the cached slot")
             if tokens.size > cache.shape[1]:
                 raise ArgumentError(
-                    f"token_ids: {tokens.size} tokens, and kv_cache has {cache.shape[1]} positions"
+                    f"token_ids has {tokens.size} tokens, but kv_cache only {cache.shape[1]} positions"
                 )
         if slot == target:
             return
@@ -222,25 +222,25 @@ class PrefixCacheManager:
                 cache[target, : tokens.size, :num_layers] = cache[slot, : tokens.size, :num_layers]
 
     def reset(self) -> None:
-        """Forget everything, references included. Cost: O(nodes + references)."""
+        """Forget everything, references included."""
         with self._lock:
             self._tree.reset()
             self._references.clear()
             self._is_over = False
 
     def check(self) -> None:
-        """Verify invariant 16 and the tree's. Cost: a walk over all of it. Errors: InvariantError."""
+        """Verify invariant 16 and the tree's. Walks over everything. Errors: InvariantError."""
         with self._lock:
             self._tree.check()
             num_references = sum(map(len, self._references.values()))
             if num_references != self._tree.num_leases or not all(self._references.values()):
                 raise InvariantError(
-                    16, f"{num_references} references are counted, the tree has {self._tree.num_leases}"
+                    16, f"{num_references} references are counted, but the tree has {self._tree.num_leases}"
                 )
             if self._tree.num_tokens > self.max_capacity and self._tree.evictable_tokens:
                 raise InvariantError(
                     16,
-                    f"{self._tree.num_tokens} tokens are cached, too many, and not all are referenced",
+                    f"{self._tree.num_tokens} tokens exceed max_capacity although not all are referenced",
                 )
 
 
@@ -249,10 +249,10 @@ def _digest(tokens: HostTokens) -> bytes:
 
 
 def _entry_id(value: Any, name: str) -> int:
-    """A slot or version as a page id of the tree."""
+    """Return a slot or version as a page id of the tree."""
     given = number(value, name)
     if given > 2**31 - 2:
-        raise ArgumentError(f"{name}: larger than any int32")
+        raise ArgumentError(f"{name} does not fit into int32")
     return given + 1
 
 
@@ -276,9 +276,9 @@ def _require_caches(kv_cache: Any, num_layers: int) -> list[torch.Tensor]:
             raise ArgumentError(f"kv_cache: give dense tensors, not {cache.layout}")
         axes = zip(cache.shape, cache.stride(), strict=True)
         if any(size > 1 and stride == 0 for size, stride in axes):
-            raise ArgumentError("kv_cache: entries of an expanded tensor share memory: give one of its own")
+            raise ArgumentError("kv_cache: elements of an expanded tensor share memory: give a copy of it")
     if any(num_layers > cache.shape[2] for cache in caches):
-        raise ArgumentError(f"n_layers: kv_cache has {min(cache.shape[2] for cache in caches)} layers")
+        raise ArgumentError(f"n_layers: kv_cache has only {min(cache.shape[2] for cache in caches)} layers")
     return caches
 
 

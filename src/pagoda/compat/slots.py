@@ -18,7 +18,7 @@ __all__ = ["SlotAllocator"]
 class SlotAllocator:
     """Hands out slots 0 … max_slots − 1, lowest first, each with a version.
 
-    There is no padding slot here: the cache is the caller's. Several threads may call it.
+    There is no padding slot here: the cache belongs to the caller. Thread-safe.
 
     Errors: ConfigError for a negative size.
     """
@@ -31,12 +31,12 @@ class SlotAllocator:
 
     @property
     def free_count(self) -> int:
-        """Slots that can be allocated now. O(1)."""
+        """Slots that can be allocated now."""
         with self._lock:
             return self._slots.num_free
 
     def alloc(self) -> int:
-        """The lowest free slot, its version raised by one; −1 when all are taken. O(1)."""
+        """Take the lowest free slot and raise its version by one; −1 if no slot is free."""
         with self._lock:
             try:
                 slot = int(self._slots.alloc(1)[0])
@@ -46,7 +46,7 @@ class SlotAllocator:
             return slot
 
     def occupy(self, idx: int) -> None:
-        """Take a given free slot, its version unchanged.
+        """Take a given free slot without changing its version.
 
         Errors: AlreadyHeldError, OutOfRangeError, ArgumentError.
         """
@@ -57,7 +57,7 @@ class SlotAllocator:
             self._slots.take([slot])
 
     def free(self, idx: int) -> None:
-        """Give a slot back. Errors: NotHeldError, OutOfRangeError, ArgumentError."""
+        """Free a slot. Errors: NotHeldError, OutOfRangeError, ArgumentError."""
         with self._lock:
             slot = self._slot(idx)
             if self._slots.is_free(slot):
@@ -70,7 +70,7 @@ class SlotAllocator:
             return self._slots.is_free(self._slot(idx))
 
     def version(self, idx: int) -> int:
-        """How often `alloc` has handed this slot out. Errors: OutOfRangeError, ArgumentError."""
+        """Return how often `alloc` has handed this slot out. Errors: OutOfRangeError, ArgumentError."""
         with self._lock:
             return int(self._versions[self._slot(idx)])
 
@@ -78,7 +78,7 @@ class SlotAllocator:
         return one_id(idx, "idx", 0, self.max_slots - 1, "slots")
 
     def check(self) -> None:
-        """Verify invariants 1 to 4 and 9. Cost: a walk over all of it. Errors: InvariantError."""
+        """Verify invariants 1 to 4 and 9. Walks over everything. Errors: InvariantError."""
         with self._lock:
             self._slots.check()
             if len(self._versions) != self.max_slots or (self._versions < 0).any():

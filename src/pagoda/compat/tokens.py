@@ -1,4 +1,4 @@
-"""Tokens, and the slots they lie in, as callers have them. In: anything; out: host arrays."""
+"""Tokens and their slots, as callers give them. In: arrays, tensors, sequences; out: host arrays."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _TORCH_INTS = (torch.int32, torch.int64)
 
 
 def host_tokens(tokens: AnyIds, name: str) -> HostTokens:
-    """Tokens as a flat contiguous host array, [n] int32 or int64, in which the tree finds what are none.
+    """Return tokens as a flat contiguous host array, [n] int32 or int64. The tree checks their range.
 
-    What is such an array already, or a tensor over one, is used as it is: O(1), and the caller's still.
-    Anything else O(n); a device tensor costs one synchronisation. Errors: ArgumentError.
+    Such an array, or a CPU tensor over one, is used without a copy and still belongs to the caller. A device
+    tensor costs one synchronisation. Errors: ArgumentError.
     """
     array: Any = tokens
     if (
@@ -42,16 +42,16 @@ def host_tokens(tokens: AnyIds, name: str) -> HostTokens:
 
 
 def host_pages(slots: AnyIds, num_tokens: int, page_size: int, name: str) -> npt.NDArray[np.int32]:
-    """The pages, slot // page_size, of a sequence's slots: [ceil(num_tokens / page_size)] int32, host.
+    """Return the pages, slot // page_size, of a sequence's slots: [ceil(num_tokens / page_size)] int32, host.
 
-    Token i lies in slot i % page_size of its page; a tail shorter than a page lies anywhere in one page.
-    O(n); a device tensor costs one synchronisation. Errors: ArgumentError for slots of another number
-    or order; OutOfRangeError.
+    Token i is in slot i % page_size of its page; a tail shorter than a page may be anywhere in one page. A
+    device tensor costs one synchronisation. Errors: ArgumentError for slots in another number or order;
+    OutOfRangeError.
     """
     host = host_tokens(slots, name)
     if host.size != num_tokens:
         raise ArgumentError(f"{name}: give one slot per token of input_ids, {num_tokens}, not {host.size}")
-    # The page behind the last one has slots of int32 too: the tree calls a page by its number + 1.
+    # The slots of the next page must fit into int32, too: the tree's page ids are page + 1.
     require_range(host, 0, 2**31 - 1 - page_size, name, "slots")
     if page_size == 1:
         return host.astype(np.int32, copy=False)
@@ -66,18 +66,18 @@ def host_pages(slots: AnyIds, num_tokens: int, page_size: int, name: str) -> npt
             "of its page"
         )
     if (host[wanted.size :] // page_size != pages[whole:]).any():
-        raise ArgumentError(f"{name}: the last {num_tokens - wanted.size} lie in several pages, not in one")
+        raise ArgumentError(f"{name}: give the last {num_tokens - wanted.size} slots in one page")
     return pages
 
 
 def require_range(ids: HostTokens, low: int, high: int, name: str, what: str) -> None:
-    """An OutOfRangeError for the first id outside [low, high]. O(n)."""
+    """Raise an OutOfRangeError for the first id outside [low, high]."""
     if ids.size and (int(ids.min()) < low or int(ids.max()) > high):
         require_wide_range(ids.astype(np.int64), low, high, name, what)
 
 
 def slots_of_pages(pages: npt.NDArray[np.int32], page_size: int) -> npt.NDArray[np.int32]:
-    """All slots of pages, in order: [pages * page_size] int32. O(slots)."""
+    """Return all slots of pages, in order: [pages * page_size] int32."""
     if page_size == 1:
         return pages
     slots = np.empty(pages.size * page_size, dtype=np.int32)
@@ -86,7 +86,7 @@ def slots_of_pages(pages: npt.NDArray[np.int32], page_size: int) -> npt.NDArray[
 
 
 def write_slots(pages: npt.NDArray[np.int32], page_size: int, room: npt.NDArray[np.int32]) -> None:
-    """All slots of pages, in order, into `room`: [pages * page_size] int32. O(slots)."""
+    """Write all slots of pages, in order, to `room`: [pages * page_size] int32."""
     by_page = room.reshape(pages.size, page_size)
     by_page[:] = pages[:, None]
     by_page *= page_size

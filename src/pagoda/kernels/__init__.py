@@ -1,8 +1,8 @@
 """Moving keys, values, pages and entries. In: tensors and ids; out: tensors.
 
-Each operation is declared once and implemented twice: a torch reference says what is right and serves the
-CPU, a Triton kernel serves CUDA, and both agree bit for bit. Ids outside the pool are never written: a kernel
-cannot raise without reading back, so the pools check ids that they get on the host.
+Each operation is declared once and implemented twice: a torch reference defines the result and serves the
+CPU, a Triton kernel serves CUDA, and both agree bit for bit. Ids outside the pool are never written. A kernel
+cannot raise without a read-back, so pools check the ids that they receive on the host.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ __all__ = [
 @operation("_store_fused", reference)
 def store(
     slots: torch.Tensor,  # [n] int32 or int64
-    keys: torch.Tensor,  # [..., ...] n rows as wide as those of k_pool
-    values: torch.Tensor | None,  # [..., ...] n rows as wide as those of v_pool
+    keys: torch.Tensor,  # [..., ...]: n tokens of heads * dim numbers each, as in k_pool
+    values: torch.Tensor | None,  # [..., ...]: n tokens of heads * dim numbers each, as in v_pool
     k_pool: torch.Tensor,  # [num_slots, heads, dim] contiguous
     v_pool: torch.Tensor | None,  # [num_slots, heads, dim] contiguous
     k_scale: float,
     v_scale: float,
 ) -> torch.Tensor:
-    """Write row i of keys and values to slot slots[i] of the pools, in one launch.
+    """Write the key and value of token i to slot slots[i] of the pools, in one launch.
 
-    Numbers are cast to the pool's dtype. For fp8 they are divided by the scale first; what is too large, and
-    infinity, becomes the largest number of its sign; NaN stays NaN. A slot outside the pool is not written.
-    If several rows have the same slot, any of them may win.
+    Numbers are cast to the pool's dtype. For fp8 they are divided by the scale first; numbers out of range,
+    infinity included, saturate; NaN stays NaN. A slot outside the pool is not written. If several tokens have
+    the same slot, any of them may win.
     """
     return k_pool
 
@@ -57,8 +57,8 @@ def pack(
     """Copy pages of all buffers into `out`, in one launch.
 
     page_ids: [n] int32 or int64. buffers: [num_pages, page_bytes_b] uint8 each. addresses: [buffers] int64,
-    where each begins, on their device. out: [n, sum of page_bytes_b] uint8, one page of every buffer side by
-    side.
+    the address of each buffer, on their device. out: [n, sum of page_bytes_b] uint8: for each page id, the
+    page's bytes from every buffer, one after the other.
     """
     return out
 
@@ -67,7 +67,7 @@ def pack(
 def unpack(
     page_ids: torch.Tensor, buffers: Sequence[torch.Tensor], addresses: torch.Tensor, packed: torch.Tensor
 ) -> torch.Tensor:
-    """Copy what `pack` wrote back into pages of all buffers, in one launch. Arguments as for `pack`."""
+    """Copy the output of `pack` back into pages of all buffers, in one launch. Arguments are as in `pack`."""
     return packed
 
 
@@ -77,9 +77,9 @@ def copy_pages(
 ) -> torch.Tensor:
     """Copy page source[i] of all buffers to page target[i], in one launch.
 
-    source, target: [n] int32 or int64; no page is both, since the launch reads and writes in no order.
-    buffers and addresses as for `pack`. A pair with a page outside the pool is not copied. If several pairs
-    have the same target, any of them may win.
+    source, target: [n] int32 or int64; no page may be both, since the launch reads and writes in any order.
+    buffers and addresses are as in `pack`. A pair with a page outside the pool is not copied. If several
+    pairs have the same target, any of them may win.
     """
     return buffers[0]
 
@@ -90,23 +90,23 @@ def write_table(
 ) -> torch.Tensor:
     """Set place packed[places + i] of a flat table to packed[values + i], for each write i, in one launch.
 
-    packed: [n] int32, aligned to nothing. table: [num_places] int32, contiguous. A place outside the table is
-    not written. If several values have the same place, any of them may win.
+    packed: [n] int32, with any alignment. table: [num_places] int32, contiguous. A place outside the table is
+    not written. If several writes have the same place, any of them may win.
     """
     return table
 
 
 @operation("_fused", reference)
 def fill_rows(regions: Regions, row: int) -> torch.Tensor:
-    """Fill row `row` of each tensor with its value, in one launch that carries all of it: nothing is sent."""
+    """Fill row `row` of each tensor with its value, in one launch and without a copy to the device."""
     return regions.table
 
 
 @operation("_fused", reference)
 def set_table(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> torch.Tensor:
-    """Set entry `at` of a flat table to `value` and entry `other_at` to `other`, in one launch that carries
-    all of it: nothing is sent.
+    """Set place `at` of a flat table to `value` and place `other_at` to `other`, in one launch and without a
+    copy to the device.
 
-    table: [entries] int32, contiguous. Places are in the table.
+    table: [num_places] int32, contiguous. Both places must be in the table.
     """
     return table

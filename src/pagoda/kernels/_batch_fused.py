@@ -1,10 +1,10 @@
-"""The Triton kernels that fill a batch: one program per group counts, then many fill. Offsets are 64-bit.
+"""The Triton kernels that fill a batch: one program per group counts pages, then many programs fill buffers.
 
-What they must do is said by native/core/rank.cpp, which does the same on the host: both agree in every
-number.
+native/core/rank.cpp does the same on the host and is the reference: both agree in every number. Offsets are
+64-bit.
 """
 
-# Kernels are Triton's language, not Python's.
+# Kernels are written in Triton's language, which mypy cannot type.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False
 # mypy: disallow-incomplete-defs=False, disallow-untyped-calls=False
 
@@ -21,8 +21,8 @@ from pagoda.kernels._launch import Launch
 
 __all__ = ["GroupPages", "fill", "prepare"]
 
-# What kernels know of a group: int64 each, its sizes, and where its buffers begin.
-_COLUMNS_BEFORE = tl.constexpr(0)  # of the tables before its own
+# What kernels know about a group, as int64: its sizes and the addresses of its buffers.
+_COLUMNS_BEFORE = tl.constexpr(0)  # columns of all tables before this group's
 _MAX_PAGES = tl.constexpr(1)
 _PAGE = tl.constexpr(2)
 _KERNEL_PAGE = tl.constexpr(3)
@@ -38,12 +38,12 @@ _NUM_PARAMETERS = tl.constexpr(12)
 
 
 class GroupPages(NamedTuple):
-    """A group of a batch: its table [num_rows + 1, max_pages], and its buffers."""
+    """One group of a batch: the geometry of its table, [num_rows + 1, max_pages], and its buffers."""
 
     max_pages: int
     page_tokens: int
     kernel_page_tokens: int
-    window: int  # 0 is none
+    window: int  # 0: no window
     slot_mapping: torch.Tensor  # [max_tokens] int64
     page_table: torch.Tensor  # [max_rows, width] int32
     indptr: torch.Tensor  # [max_rows + 1] int32
@@ -62,7 +62,7 @@ def _buffer(view, which: tl.constexpr):
     return tl.load(view + which).to(tl.pointer_type(tl.int32))
 
 
-# Nothing makes variants: what any call compiled serves a capture of any other.
+# No argument makes a variant: once any call has compiled the kernel, every other call can be captured.
 @triton.jit(
     do_not_specialize=["rows_at", "lengths_at", "starts_at", "num_rows", "padded_rows"],
     do_not_specialize_on_alignment=["parameters", "packed"],
@@ -72,8 +72,8 @@ def _count(
     out_starts, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows, lengths, starts = packed + rows_at, packed + lengths_at, packed + starts_at
-    # One program per group: pages of all rows are summed, chunk after chunk. The first writes what groups
-    # share.
+    # One program per group sums the pages of all rows, chunk by chunk. The first program also writes the
+    # buffers that all groups share.
     group = parameters + tl.program_id(0) * _NUM_PARAMETERS
     kernel_page = _size(group, _KERNEL_PAGE)
     max_indices = tl.load(group + _MAX_INDICES)
@@ -82,7 +82,7 @@ def _count(
     last_page_len = _buffer(group, _LAST_PAGE_LEN)
     begins = _buffer(group, _BEGINS)
     wanted = tl.zeros((), tl.int64)  # pages of all rows so far
-    listed = tl.zeros((), tl.int64)  # those of rows whose list has room
+    listed = tl.zeros((), tl.int64)  # pages of the rows whose list fits
     last_start = tl.load(starts + num_rows, mask=num_rows > 0, other=0)
     tl.store(indptr, 0)
     if tl.program_id(0) == 0:
@@ -98,7 +98,7 @@ def _count(
         oldest = tl.maximum(length.to(tl.int64) - (stop - start) - window + 1, 0)
         oldest = tl.where(is_given & (window > 0), oldest, 0).to(tl.int32)
         first = oldest // kernel_page
-        # Not (length + kernel_page − 1), which may pass 2^31.
+        # (length + kernel_page − 1) could overflow int32.
         count = (length // kernel_page + (length % kernel_page > 0) - first).to(tl.int64)
         fits = wanted + tl.cumsum(count, 0) <= max_indices
         kept = tl.where(fits, count, 0)
@@ -130,7 +130,7 @@ def _fill_pages(
     page = tl.load(table + row.to(tl.int64) * max_pages + column // split, mask=is_read, other=0)
     kernel_page_id = tl.where(page > 0, page * split + column % split, 0)
     tl.store(page_table + at.to(tl.int64) * width + column, kernel_page_id, mask=column < width)
-    # As many pages as there are, or none of a row that has no room.
+    # All pages of a row, or none if its list does not fit.
     is_listed = (column >= first) & (column < first + num_listed)
     tl.store(indices + begin.to(tl.int64) + (column - first), kernel_page_id, mask=is_listed)
 
@@ -141,7 +141,7 @@ def _fill_tokens(
     positions, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = first_token + tl.arange(0, BLOCK)
-    # Whose a token is: how many rows end at or before it, by bisection.
+    # Find the row of each token by bisection: the number of rows that end at or before it.
     low = tl.zeros((BLOCK,), tl.int32)
     high = tl.zeros((BLOCK,), tl.int32) + num_rows
     undecided = num_rows
@@ -160,7 +160,7 @@ def _fill_tokens(
     page = tl.load(table + row.to(tl.int64) * max_pages + position // page_tokens, mask=is_token, other=0)
     slot = tl.where(page > 0, page.to(tl.int64) * page_tokens + position % page_tokens, -1)
     tl.store(slot_mapping + token, slot, mask=token < padded_tokens)
-    if tl.program_id(1) == 0:  # the first group's write what groups share
+    if tl.program_id(1) == 0:  # programs of the first group write what groups share
         tl.store(positions + token, position.to(tl.int64), mask=token < padded_tokens)
 
 
@@ -175,9 +175,9 @@ def _fill(
     table_rows, positions, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows, lengths, starts = packed + rows_at, packed + lengths_at, packed + starts_at
-    # Of a group the first programs fill a block of columns of one row each, the next a block of tokens, and
-    # others, of which a larger group has need, nothing. All parameters are asked for at once: one by one,
-    # where they are used, they would cost as many trips to memory.
+    # The first programs of a group fill one block of columns of one row each, the next ones a block of tokens
+    # each; the rest, which only a larger group needs, do nothing. All parameters are loaded up front: loading
+    # each one where it is used would cost one trip to memory per parameter.
     group = parameters + tl.program_id(1) * _NUM_PARAMETERS
     table += tl.load(group + _COLUMNS_BEFORE) * table_rows
     page_tokens, kernel_page = _size(group, _PAGE), _size(group, _KERNEL_PAGE)
@@ -204,8 +204,8 @@ def _fill(
 
 
 _launch_count, _launch_fill = Launch(_count, num_warps=8), Launch(_fill, num_warps=4)
-# Rows per step of the one program that counts, at most. A block no larger than the batch spares 1.8 µs at
-# 256.
+# The most rows that the counting program handles at a time. A block no larger than the batch saves 1.8 µs at
+# 256 rows.
 _COUNT_BLOCK = 1024
 _FILL_BLOCK = 512  # columns or tokens per program
 
@@ -213,11 +213,11 @@ _FILL_BLOCK = 512  # columns or tokens per program
 class Prepared(NamedTuple):
     parameters: torch.Tensor  # [groups, _NUM_PARAMETERS] int64
     count_block: int
-    num_blocks: int  # of columns, in the widest table
+    num_blocks: int  # blocks of columns in the widest table
 
 
 def prepare(groups: Sequence[GroupPages], device: torch.device) -> Prepared:
-    """What `fill` needs of the groups, on the device. Waits for a small copy."""
+    """Return what `fill` needs to know about the groups, on the device. Waits for a small copy."""
     parameters, columns_before = [], 0
     max_rows = groups[0].page_table.shape[0]
     for group in groups:
@@ -236,8 +236,8 @@ def prepare(groups: Sequence[GroupPages], device: torch.device) -> Prepared:
 
 def fill(
     prepared: Prepared,
-    table: torch.Tensor,  # [places] int32, the tables of all groups one after the other
-    table_rows: int,  # of each table, row 0 included
+    table: torch.Tensor,  # [num_places] int32, the tables of all groups, one after the other
+    table_rows: int,  # rows of each table, row 0 included
     packed: torch.Tensor,  # [n] int32, a delta
     sections: tuple[int, int, int],  # where its rows, lengths and starts begin
     num_rows: int,

@@ -1,11 +1,11 @@
 """Entries of compressed attention in Triton: numbers to bytes of a page and back, by a `Codec`.
 
-In: numbers, [rows, blocks, block] float32, a tile of entries; pages and places in them, [rows] each. Out:
-bytes there, or numbers. Everything about the layout is in one compile-time value, `EntryConstants`, which
+In: a tile of entries as numbers, [rows, blocks, block] float32, and the page and index in it of each entry,
+[rows]. Out: bytes in pages, or numbers. The whole layout is one compile-time value, `EntryConstants`, which
 kernels take as C. Offsets are 64-bit.
 """
 
-# Kernels are Triton's language, not Python's.
+# Kernels are written in Triton's language, which mypy cannot type.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False
 # mypy: disallow-incomplete-defs=False, disallow-untyped-calls=False
 
@@ -29,42 +29,42 @@ __all__ = ["EntryConstants", "Stored", "as_read", "load_entries", "put", "store_
 
 @dataclass(frozen=True)
 class EntryConstants:
-    """What a kernel knows at compile time of the entries that it moves: one variant is compiled per value."""
+    """What a kernel knows at compile time about the entries that it moves. One variant per distinct value."""
 
-    rows: int  # entries that a program moves together
-    blocks: int  # of a tile, a power of two: all numbers of an entry, and all scales
-    block: int  # numbers of a tile's block, a power of two
-    scales: int  # of a tile's entry: 1, or one per block
+    rows: int  # entries in a tile, which a program moves together
+    blocks: int  # blocks per entry of a tile, a power of two: enough for all numbers and all scales
+    block: int  # numbers per block of a tile, a power of two
+    scales: int  # scales per entry of a tile: 1, or one per block
 
     flat_dim: int  # numbers in the flat format
-    rope_dim: int  # numbers in the format of the rotated part, behind them
+    rope_dim: int  # numbers of the rotated part, which follows
     num_scales: int
     is_plain: bool  # numbers have no scale
-    is_fp4: bool  # else fp8, where they have one
-    has_float_scales: bool  # float32, else exponents
-    largest: float  # number of the flat format
-    least: float  # that the largest of a block counts for
+    is_fp4: bool  # numbers with a scale are fp4, else fp8
+    has_float_scales: bool  # scales are float32, else exponents
+    largest: float  # largest number of the flat format
+    least: float  # lower bound of a block's maximum when its scale is computed
 
     page_bytes: int
     entries_per_page: int
-    data_bytes: int  # of an entry
-    rope_at: int  # bytes before the rotated part in an entry's data
-    scale_page_bytes: int  # of the page that holds the scales
-    scales_at: int  # bytes before the scales in it
-    scale_bytes: int  # of an entry
+    data_bytes: int  # per entry
+    rope_at: int  # byte offset of the rotated part in an entry's data
+    scale_page_bytes: int  # bytes of a page that holds scales
+    scales_at: int  # byte offset of the scales in it
+    scale_bytes: int  # per entry
 
-    flat_width: int  # bytes of an element of the tensor that holds the flat part
+    flat_width: int  # bytes per element of the tensor that holds the flat part
     scale_width: int
     rope_width: int
     is_spelled: bool  # casts are spelled out in integers
 
 
-_BLOCK = 32  # numbers, where scales do not say how many
+_BLOCK = 32  # numbers per block where there are no scales to define blocks
 
 
 class Stored(NamedTuple):
-    """Where entries lie: their data in pages of one tensor, their scales, from `scales_at` on, in those of
-    another or of the same."""
+    """Where entries are: their data in pages of one tensor, their scales, from byte `scales_at` on, in pages
+    of another tensor or of the same."""
 
     data: torch.Tensor  # [pages, page_bytes] uint8
     scales: torch.Tensor  # [pages, scale_page_bytes] uint8
@@ -73,25 +73,25 @@ class Stored(NamedTuple):
 
     @staticmethod
     def in_pages(codec: Codec, pages: torch.Tensor, entries_per_page: int) -> Stored:
-        """Entries of pages, [pages, page_bytes] uint8: the data of all, then the scales of all."""
+        """Entries in pages, [pages, page_bytes] uint8: the data of all entries, then the scales of all."""
         return Stored(pages, pages, entries_per_page * codec.data_bytes, entries_per_page)
 
     @staticmethod
     def in_ring(ring: Ring) -> Stored:
-        """Entries of rings: every place is a page."""
+        """Entries in rings: each cell of a ring counts as a page."""
         data = ring.data.view(-1, ring.data.shape[2])
         scales = data if ring.scales is None else ring.scales.view(-1, ring.scales.shape[2])
         return Stored(data, scales, 0, 1)
 
     def typed(self, codec: Codec, is_spelled: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The bytes as elements of the flat part, of the scales and of the rotated part."""
+        """Return the bytes viewed as elements of the flat part, of the scales and of the rotated part."""
         flat = self.data.view(getattr(torch, codec.flat_dtype)) if codec.scale_dtype is None else self.data
         scales = self.scales.view(torch.float32) if codec.scale_dtype == "float32" else self.scales
         ropes = self.data.view(getattr(torch, codec.rope_dtype)) if codec.rope_dim else flat
         return readable(flat, is_spelled), scales, readable(ropes, is_spelled)
 
     def constants(self, codec: Codec, is_spelled: bool, numbers: int) -> EntryConstants:
-        """The compile-time value of kernels whose programs move some `numbers` numbers together."""
+        """Return the compile-time value for kernels whose programs move about `numbers` numbers together."""
         data, scales = self.data.shape[1], self.scales.shape[1]
         return _constants(codec, data, self.entries_per_page, scales, self.scales_at, is_spelled, numbers)
 
@@ -109,10 +109,10 @@ def _constants(
     is_plain = codec.scale_dtype is None
     scale_width = 4 if codec.scale_dtype == "float32" else 1
     rope_width = getattr(torch, codec.rope_dtype).itemsize
-    # Numbers that have no scale, or one for all, are dealt out in blocks as well.
+    # Numbers without a scale, or with one for all of them, are split into blocks, too.
     is_one = codec.scale_bytes == scale_width
     block = min(triton.next_power_of_2(codec.dim), _BLOCK) if is_plain or is_one else codec.block
-    num_scales = codec.scale_bytes // scale_width  # with the padding behind them, which is written too
+    num_scales = codec.scale_bytes // scale_width  # with the padding that follows, which is written, too
     blocks = triton.next_power_of_2(max(triton.cdiv(codec.dim, block), num_scales))
     return EntryConstants(
         rows=max(1, numbers // (blocks * block)),
@@ -141,26 +141,26 @@ def _constants(
     )
 
 
-# Numbers that a thread moves side by side: 16 bytes of bfloat16, so that none changes its thread on the way.
+# Adjacent numbers per thread: 16 bytes of bfloat16, so that no number has to change threads on the way.
 _STEP = tl.constexpr(8)
 
 
 @triton.jit
 def _columns(BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STEP: tl.constexpr):
-    """[1, BLOCKS, BLOCK] indices of the numbers of an entry; a thread moves at most STEP side by side."""
+    """[1, BLOCKS, BLOCK]: indices of the numbers of an entry; a thread moves at most STEP adjacent ones."""
     at = tl.max_contiguous(tl.arange(0, BLOCK), STEP)
     return tl.arange(0, BLOCKS)[None, :, None] * BLOCK + at[None, None, :]
 
 
 @triton.jit
 def _scale_of(largest, C: tl.constexpr):
-    """The scale of blocks by their largest number: what is kept, and what numbers are multiplied by."""
+    """Return the scale of blocks from their largest number: as it is stored, and the factor for numbers."""
     largest = tl.maximum(largest, C.least)
     if C.has_float_scales:
         scale = tl.div_rn(largest, C.largest)
         return scale, tl.div_rn(1.0, scale)
-    else:  # noqa: RET505 (Triton compiles what stands behind a return)
-        # Exponents of both subtracted; one more where the digits of `largest` exceed those of C.largest.
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        # The difference of the exponents, plus one if the mantissa of `largest` exceeds that of C.largest.
         limit = tl.full((), C.largest, tl.float32).to(tl.uint32, bitcast=True)
         bits = largest.to(tl.uint32, bitcast=True)
         exponent = (bits >> 23) - (limit >> 23) + 127
@@ -170,7 +170,7 @@ def _scale_of(largest, C: tl.constexpr):
 
 @triton.jit
 def _kept_scale(kept, C: tl.constexpr):
-    """Scales as float32, of what is kept."""
+    """Return stored scales as float32."""
     if C.has_float_scales:
         return kept
     else:  # noqa: RET505
@@ -179,13 +179,13 @@ def _kept_scale(kept, C: tl.constexpr):
 
 @triton.jit
 def _encode(x, C: tl.constexpr):
-    """[rows, blocks, block] codes of the flat format, and [rows, scales] scales, of numbers.
+    """Return the codes of numbers in the flat format, [rows, blocks, block], and scales, [rows, scales].
 
-    Codes of fp8 are uint8, of fp4 uint32, one per number."""
-    # NaN and infinity do not make the scale: they leave the other numbers of their block as they are.
-    # Infinity times 0 is NaN, which a GPU's maximum leaves out: one instruction per number, and no
+    One code per number: uint8 for fp8, uint32 for fp4."""
+    # NaN and infinity do not affect the scale, so that they leave the other numbers of their block alone.
+    # Infinity times 0 is NaN, which a GPU's maximum ignores: one instruction per number instead of a
     # comparison.
-    if C.is_spelled:
+    if C.is_spelled:  # noqa: SIM108 (a branch at compile time)
         size = tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)
     else:
         size = tl.abs(x + x * 0.0)
@@ -205,7 +205,7 @@ def _encode(x, C: tl.constexpr):
 
 @triton.jit
 def load_entries(page, at, is_read, pages, scales, ropes, C: tl.constexpr):
-    """[rows, blocks, block] float32: the numbers of entries at places `at` of pages."""
+    """[rows, blocks, block] float32: the numbers of entry `at` of each page."""
     BLOCK: tl.constexpr = C.block  # Triton takes shapes of such names, and not of fields
     BLOCKS: tl.constexpr = C.blocks
     page = page.to(tl.int64)
@@ -240,7 +240,7 @@ def load_entries(page, at, is_read, pages, scales, ropes, C: tl.constexpr):
 
 @triton.jit
 def put(row, is_row, x, out, C: tl.constexpr):
-    """Write the numbers of entries to rows of `out`, [rows] int64."""
+    """Write the numbers of entry i to row[i] of `out`, [rows] int64."""
     column = _columns(C.block, C.blocks, _STEP)
     to = out + (row * (C.flat_dim + C.rope_dim))[:, None, None] + column
     mask = is_row[:, None, None] & (column < C.flat_dim + C.rope_dim)
@@ -258,7 +258,7 @@ def take(token, is_token, values, stride, C: tl.constexpr):
 
 @triton.jit
 def store_at(page, at, is_written, x, pages, scales, ropes, C: tl.constexpr):
-    """Write numbers to entries at places `at` of pages; bytes of scales that hold none become 0."""
+    """Write numbers to entry `at` of each page; padding after the scales becomes 0."""
     BLOCK: tl.constexpr = C.block  # Triton takes shapes of such names, and not of fields
     BLOCKS: tl.constexpr = C.blocks
     page = page.to(tl.int64)
@@ -292,7 +292,7 @@ def store_at(page, at, is_written, x, pages, scales, ropes, C: tl.constexpr):
 
 @triton.jit
 def as_read(x, pages, ropes, C: tl.constexpr):
-    """[rows, blocks, block] float32: numbers as they would be read back after they were stored."""
+    """[rows, blocks, block] float32: the numbers as they would be read back after a store."""
     column = _columns(C.block, C.blocks, _STEP)
     if C.is_plain:
         flat = wide(narrow(x, pages.dtype.element_ty, C.is_spelled), C.is_spelled)

@@ -1,7 +1,7 @@
-"""The Triton kernels of `compress`: a program makes the entries that a few tokens end, or keeps their
-projections. Offsets are 64-bit."""
+"""The Triton kernels of `compress`: a program computes the entries of blocks that a few tokens end, or keeps
+the projections of the tokens. Offsets are 64-bit."""
 
-# Kernels are Triton's language, not Python's.
+# Kernels are written in Triton's language, which mypy cannot type.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False
 # mypy: disallow-incomplete-defs=False, disallow-untyped-calls=False
 
@@ -30,21 +30,21 @@ def _pooled(
     PLACES: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr,
     IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of the entry that a token ends: a softmax over SPAN tokens, STEP of them at a time."""
-    # Every STEP-th token is summed up by itself, and these sums at the end, so that threads do not wait.
+    """Return the numbers of the entry that a token ends: a softmax over SPAN tokens, STEP at a time."""
+    # Each of STEP lanes keeps its own sums, which are combined at the end, so that threads do not wait.
     most = tl.full((STEP, column.shape[0]), float("-inf"), tl.float32)
     total = tl.zeros((STEP, column.shape[0]), tl.float32)
     sums = tl.zeros((STEP, column.shape[0]), tl.float32)
     for first in range(0, SPAN, STEP):
         at = first + tl.arange(0, STEP)
         back = SPAN - 1 - at
-        is_token = (at < SPAN) & (back <= position)  # before the first token there is none
+        is_token = (at < SPAN) & (back <= position)  # there is no token before the first
         is_given = is_token & (back <= token)
         of = tl.load(request_ids + (token - back), mask=is_given, other=-1)
         where = tl.load(positions + (token - back), mask=is_given, other=-1)
-        is_given = is_given & (of == request) & (where == position - back)  # padding may lie before
+        is_given = is_given & (of == request) & (where == position - back)  # padding may come before
         is_kept = is_token & (is_given == 0)
-        # Low channels of the block before, high ones of its own; with one projection all are its own.
+        # Low channels of the previous block, high ones of this block; with one projection, all of this block.
         channel = column[None, :] + tl.where(at >= RATIO, CHANNELS - DIM, 0)[:, None]
         given = (token - back).to(tl.int64)[:, None]
         kept = (row * PLACES + (position - back) % PLACES)[:, None] * CHANNELS + channel
@@ -56,7 +56,7 @@ def _pooled(
         new_most = tl.maximum(most, score)
         shift = tl.where(new_most > float("-inf"), new_most, 0.0)
         weight, fade = tl.exp(score - shift), tl.exp(most - shift)
-        # Weight 0 hides any value, also one that had another weight before.
+        # Weight 0 hides any value, even one whose weight was not 0 before.
         total = total * fade + weight
         sums = tl.where(fade > 0, sums * fade, 0.0) + tl.where(weight > 0, value, 0.0) * weight
         most = new_most
@@ -77,7 +77,8 @@ def _compress(
     HALF_ROPE: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     IS_SPELLED: tl.constexpr,
 ):  # fmt: skip
-    # The rotated numbers stand in pairs behind the others: so where these are odd, columns begin one earlier.
+    # The rotated numbers come in pairs after the others: if those are odd in number, columns begin one
+    # earlier.
     FLAT: tl.constexpr = DIM - 2 * HALF_ROPE
     column = tl.arange(0, BLOCK) - FLAT % 2
     is_column = (column >= 0) & (column < DIM)
@@ -113,7 +114,7 @@ def _compress(
             tl.store(to, tl.zeros((BLOCK,), tl.float32), mask=is_column)
 
 
-_FEW_NUMBERS, _MANY_NUMBERS, _LONG_NUMBERS = 2048, 512, 1024  # that a program looks at together
+_FEW_NUMBERS, _MANY_NUMBERS, _LONG_NUMBERS = 2048, 512, 1024  # per program
 
 
 def compress(
@@ -135,7 +136,7 @@ def compress(
     span = ratio * channels // dim
     half_rope = 0 if rotary is None else rotary[0].shape[1]
     block = triton.next_power_of_2(dim + dim % 2)
-    # Few tokens have large programs, of which the device holds all at once, many have small ones.
+    # Few tokens: large programs, all of which run at once. Many tokens: small programs.
     is_long = span > 32
     if is_few(num_tokens):
         numbers, num_warps = _FEW_NUMBERS, 16 if is_long else 4
@@ -203,7 +204,7 @@ def push(
     spelled = _casts_fused.is_spelled(state_values.device)
     channels = values.shape[1]
     block = min(triton.next_power_of_2(channels), _PUSH_BLOCK)
-    # Of many tokens most are not kept.
+    # With many tokens, most are not kept.
     num_pieces = triton.cdiv(channels, block) if is_few(num_tokens) else 1
     given, stride = rows_and_stride(values)
     given_scores, score_stride = rows_and_stride(scores)

@@ -1,4 +1,4 @@
-"""What the kernels of `compress` must do, in plain torch. Serves the CPU and judges `compress_fused`."""
+"""The reference of `compress`, in plain torch: serves the CPU, and tests compare the kernels with it."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def compress(
     rotary: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
     dim, num_places = out.shape[1], state_values.shape[1]
-    span = ratio * values.shape[1] // dim  # tokens of an entry
+    span = ratio * values.shape[1] // dim  # tokens per entry
     positions, rows = tokens.positions.long(), rows_of(tokens, state_values.shape[0])
     ends = ((rows > 0) & ((positions + 1) % ratio == 0)).nonzero().flatten()
-    back = torch.arange(span - 1, -1, -1, device=out.device)  # how far before the end
-    # [ends, span]: from the batch while it is the same request, else from the state.
+    back = torch.arange(span - 1, -1, -1, device=out.device)  # distance from the end
+    # [ends, span]: from the batch where the token is of the same request, else from the state.
     at, where = ends[:, None] - back, positions[ends][:, None] - back
     in_batch = (at >= 0) & (tokens.request_ids[at.clamp(min=0)] == tokens.request_ids[ends][:, None])
-    in_batch &= positions[at.clamp(min=0)] == where  # padding may lie before
+    in_batch &= positions[at.clamp(min=0)] == where  # padding may come before
     kept = rows[ends][:, None].expand_as(where), where % num_places
     sides = []
     for given, state in ((values, state_values), (scores, state_scores)):
         sides.append(given[at.clamp(min=0)].float().where(in_batch[..., None], state[kept]))
     pooled, weights = sides
-    if span > ratio:  # low channels of the block before, high ones of its own
+    if span > ratio:  # low channels of the previous block, high ones of this block
         is_own = torch.arange(span, device=out.device)[:, None] >= ratio
         pooled, weights = (x[..., dim:].where(is_own, x[..., :dim]) for x in sides)
     weights = weights.masked_fill((where < 0)[..., None], -torch.inf)
-    # Not softmax of torch: where all scores are −inf the entry is 0, not NaN. Weight 0 hides any value.
+    # torch.softmax would give NaN where all scores are −inf; the entry is 0 there. Weight 0 hides any value.
     most = weights.amax(1, keepdim=True)
     weights = (weights - most.where(most > -torch.inf, 0)).exp()
     total = weights.sum(1)

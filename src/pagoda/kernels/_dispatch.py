@@ -1,7 +1,7 @@
 """Which implementation serves a call: Triton kernels on CUDA, the torch reference elsewhere.
 
-An operation is declared once, with its docstring, and marked by `operation`; a module in torch and one in
-Triton implement it under the same name. In: a call; out: the same call of one of the two, with its device
+An operation is declared once, with its docstring, and marked by `operation`; a torch module and a Triton
+module implement it under the same name. In: a call; out: the same call to one of the two, with its device
 current.
 """
 
@@ -25,7 +25,7 @@ _HERE = nullcontext()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a CUDA device the current one, which is where Triton launches and streams are looked up."""
+    """Make a CUDA device current: Triton launches there, and current streams are those of this device."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(device)
@@ -33,22 +33,22 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 @functools.cache
 def triton_module(name: str) -> ModuleType:
-    """The module `pagoda.kernels.<name>`, whose kernels serve CUDA.
+    """Import and return `pagoda.kernels.<name>`, whose kernels serve CUDA.
 
     Errors: ConfigError if triton is not installed.
     """
     try:
         return import_module(f"pagoda.kernels.{name}")
-    except ModuleNotFoundError as missing:  # plain indexing would be right, at a quarter of the speed
+    except ModuleNotFoundError as missing:  # plain indexing would work, at a quarter of the speed
         raise ConfigError(
             "pools and batches on CUDA need triton: pip install 'pagoda-kv[triton]'"
         ) from missing
 
 
 def operation(fused: str, reference: ModuleType) -> Callable[[Callable[P, torch.Tensor]], Callable[P, None]]:
-    """Marks the declaration of an operation, whose body gives the tensor on whose device it runs.
+    """Mark the declaration of an operation. Its body returns a tensor: the call runs on that tensor's device.
 
-    fused: the name of the Triton module in `pagoda.kernels`. Triton is imported on the first call on CUDA.
+    fused: the name of the Triton module in `pagoda.kernels`. Triton is imported by the first call on CUDA.
     """
 
     def declare(where: Callable[P, torch.Tensor]) -> Callable[P, None]:

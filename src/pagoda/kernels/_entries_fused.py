@@ -1,9 +1,9 @@
 """The Triton kernels of `entries`: a program stores or gathers a few entries, all their numbers together.
 
-One kernel writes, into rings or pages; one reads, by what is asked for. Offsets are 64-bit.
+One kernel writes to rings or pages; one kernel serves all reads. Offsets are 64-bit.
 """
 
-# Kernels are Triton's language, not Python's.
+# Kernels are written in Triton's language, which mypy cannot type.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False
 # mypy: disallow-incomplete-defs=False, disallow-untyped-calls=False
 
@@ -35,8 +35,8 @@ __all__ = [
 
 @triton.jit
 def _place_of(row, entry, table, columns, num_pages, C: tl.constexpr):
-    """Where entries of rows lie, pages and places in them, and whether they lie anywhere."""
-    number = entry.to(tl.uint32)  # divided with fewer instructions
+    """Return the page of each row's entry, its index in the page, and whether it has a page."""
+    number = entry.to(tl.uint32)  # unsigned division takes fewer instructions
     column = (number // C.entries_per_page).to(tl.int32)
     is_there = (row > 0) & (entry >= 0) & (column < columns)
     page = tl.load(table + row * columns + column, mask=is_there, other=0)
@@ -50,7 +50,7 @@ def _store_ends(
     C: tl.constexpr,
 ):  # fmt: skip
     """Write the entries of tokens that end a block."""
-    # Numbers are on their way while the place is looked for.
+    # The numbers load while the place is looked up.
     x = take(token, is_end, values, stride, C)
     row = row_of(tl.where(is_end, request, -1), rows, batch, num_rows)
     entry = (position.to(tl.uint32) // RATIO).to(tl.int32)
@@ -58,7 +58,7 @@ def _store_ends(
     store_at(page, at, is_written, x, pages, scales, ropes, C)
 
 
-# Sizes of batches and pools make no variants: what a call compiled serves a capture of any other.
+# Sizes of batches and pools make no variants: once one call has compiled the kernel, others can be captured.
 @triton.jit(
     do_not_specialize=["num_tokens", "group", "batch", "num_rows", "columns", "num_pages"],
     do_not_specialize_on_alignment=["rows", "request_ids", "positions", "table", "scales", "ring_positions"],
@@ -82,19 +82,19 @@ def _store(
         x = take(first, is_written, values, stride, C)
         store_at(page, tl.zeros((ROWS,), tl.int32), is_written, x, pages, scales, ropes, C)
     else:
-        # Where a group, of at most RATIO tokens, is of one request, at most one ends a block, and its place
-        # is known: so a program has C.rows entries to write. The tokens of other groups are taken one by one.
+        # If all tokens of a group (at most RATIO) are of one request, at most one ends a block, and its place
+        # is known: so a program writes C.rows entries. Tokens of mixed groups are handled one by one.
         last = first + group - 1
         last_request = tl.load(request_ids + last, mask=last < num_tokens, other=-1)
         last_position = tl.load(positions + last, mask=last < num_tokens, other=-1)
-        is_run = (request >= 0) & (position >= 0)  # padding may stand at both ends
+        is_run = (request >= 0) & (position >= 0)  # padding may be at both ends
         is_run = is_run & (last_request == request) & (last_position == position + group - 1)
         at = RATIO - 1 - (position.to(tl.uint32) % RATIO).to(tl.int32)
         _store_ends(
             first + at, is_run & (at < group), request, position + at, rows, values, stride, table, pages,
             scales, ropes, batch, num_rows, columns, num_pages, RATIO, C,
         )  # fmt: skip
-        is_mixed = is_first & (is_run == 0) & (first != last)  # alone, it is a run or padding
+        is_mixed = is_first & (is_run == 0) & (first != last)  # a single token is a run or padding
         for number in range(tl.where(tl.max(is_mixed.to(tl.int32), 0) > 0, group, 0)):
             token = first + number
             is_token = is_mixed & (token < num_tokens)
@@ -116,7 +116,7 @@ _CHUNK = tl.constexpr(3)
 
 @triton.jit
 def _ring_place(row, position, is_wanted, ring_positions, RING: tl.constexpr):
-    """Where positions of a row lie in its ring, and whether they are there."""
+    """Return the ring cell of each position, and whether the ring still has that position."""
     row = tl.where(is_wanted, row, 0)
     is_wanted = (row > 0) & (position >= 0)
     page = row * RING + (position.to(tl.uint32) % RING).to(tl.int32)
@@ -139,7 +139,7 @@ def _gather(
     WHAT: tl.constexpr, IS_SEARCH: tl.constexpr, RATIO: tl.constexpr, RING: tl.constexpr,
     WINDOW: tl.constexpr, SCAN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    # A program fills tiles × C.rows places of one token, or of one request: `whose`.
+    # A program fills tiles × C.rows outputs of one token or of one request, `whose`.
     ROWS: tl.constexpr = C.rows
     BLOCKS: tl.constexpr = C.blocks
     BLOCK: tl.constexpr = C.block
@@ -200,9 +200,9 @@ def _gather(
         put(to, is_at, x, out, C)
 
 
-_PROGRAM_NUMBERS, _SEARCH_NUMBERS = 4096, 8192  # that a program moves together
-_STORE_WARPS, _GATHER_WARPS = 1, 4  # one warp has as many small entries as threads: each is looked up once
-_SCAN = 1024  # tokens of a batch that a program looks at together
+_PROGRAM_NUMBERS, _SEARCH_NUMBERS = 4096, 8192  # numbers per program
+_STORE_WARPS, _GATHER_WARPS = 1, 4  # one warp: one small entry per thread, each looked up once
+_SCAN = 1024  # tokens of a batch that a program scans at a time
 _MANY_TILES, _MOST_TILES = 2048, 8
 _MOST_TOGETHER = 8
 
@@ -282,7 +282,7 @@ def _launch_gather(
     if number == 0 or (width == 0 and lens is None):
         return
     spelled = _casts_fused.is_spelled(out.device)
-    # Where tokens of a request have to be looked for, a program that has more to do looks less often.
+    # Where programs search the batch for a request's tokens, larger programs search less often.
     is_search = what in (_ALL, _CHUNK) and tokens.positions.shape[0] > number
     constants = stored.constants(codec, spelled, _SEARCH_NUMBERS if is_search else _PROGRAM_NUMBERS)
     num_tiles = triton.cdiv(width, constants.rows)

@@ -1,6 +1,7 @@
-"""What the kernels of `entries` must do, in plain torch. Serves the CPU and judges `entries_fused`.
+"""The reference of `entries`, in plain torch: serves the CPU, and tests compare the kernels with it.
 
-As kernels do, it writes to any tensor: also to one with gradients, or made under inference_mode."""
+Like kernels, it writes to any tensor, also to one that requires gradients or was made under inference_mode.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def encode(codec: Codec, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers, [n, dim], as bytes: data, [n, data_bytes], and scales, [n, scale_bytes], uint8 both."""
+    """Encode numbers, [n, dim], as data, [n, data_bytes] uint8, and scales, [n, scale_bytes] uint8."""
     n = values.shape[0]
     flat, rope = values[:, : codec.flat_dim].float(), values[:, codec.flat_dim :]
     scales = torch.zeros(n, codec.scale_bytes, dtype=torch.uint8, device=values.device)
@@ -38,7 +39,7 @@ def encode(codec: Codec, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
         blocks = torch.zeros(n, codec.num_scales * codec.block, device=values.device)
         blocks[:, : codec.flat_dim] = flat
         blocks = blocks.view(n, codec.num_scales, codec.block)
-        # NaN and infinity do not make the scale: they leave the other numbers of their block as they are.
+        # NaN and infinity do not affect the scale, so that they leave the other numbers of their block alone.
         largest = torch.where(blocks.isfinite(), blocks.abs(), 0.0).amax(-1, keepdim=True)
         scale = largest.clamp(min=codec.least) / codec.largest
         if codec.scale_dtype == "float32":
@@ -55,7 +56,7 @@ def encode(codec: Codec, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def decode(codec: Codec, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What `encode` gave, as float32: [n, dim]."""
+    """Decode the output of `encode`: [n, dim] float32."""
     rope_at = codec.data_bytes - codec.rope_dim * getattr(torch, codec.rope_dtype).itemsize
     stored, rope = data[:, :rope_at].contiguous(), data[:, :0].float()
     if codec.rope_dim:
@@ -81,8 +82,8 @@ def _to_fp8(scaled: torch.Tensor) -> torch.Tensor:
 
 
 def _to_fp4(scaled: torch.Tensor) -> torch.Tensor:
-    """Two a byte, the first in its low half; to nearest, of two equally near the one with an even code. NaN
-    becomes the largest."""
+    """Return fp4 codes, two per byte, the first in the low half; round to nearest, ties to the even code. NaN
+    becomes the largest number."""
     size = scaled.abs().nan_to_num(nan=6.0)
     codes = torch.zeros_like(scaled, dtype=torch.uint8)
     for middle, is_up in ((0.25, 0), (0.75, 1), (1.25, 0), (1.75, 1), (2.5, 0), (3.5, 1), (5.0, 0)):
@@ -95,7 +96,7 @@ Bytes = tuple[torch.Tensor, torch.Tensor]  # data and scales of entries, [pages,
 
 
 def _in_pages(pages: torch.Tensor, codec: Codec, entries_per_page: int) -> Bytes:
-    """Views of all pages: the data of all entries stands first, then the scales of all."""
+    """Views of all pages: the data of all entries comes first, then the scales of all."""
     middle = entries_per_page * codec.data_bytes
     end = middle + entries_per_page * codec.scale_bytes
     data = pages[:, :middle].unflatten(1, (entries_per_page, codec.data_bytes))
@@ -103,7 +104,7 @@ def _in_pages(pages: torch.Tensor, codec: Codec, entries_per_page: int) -> Bytes
 
 
 def _in_ring(ring: Ring) -> Bytes:
-    """Views of rings, every place a page."""
+    """Views of rings: each cell of a ring counts as a page."""
     data = ring.data.view(-1, 1, ring.data.shape[2])
     return data, data[..., :0] if ring.scales is None else ring.scales.view(-1, 1, ring.scales.shape[2])
 
@@ -111,7 +112,7 @@ def _in_ring(ring: Ring) -> Bytes:
 def _read(
     codec: Codec, stored: Bytes, places: torch.Tensor, is_there: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Read entry places[i] into row i of `out`, zeros where it is not there."""
+    """Read entry places[i] into out[i]; zeros if there is no such entry."""
     data, scales = stored
     places = places.flatten().where(is_there.flatten(), 0)
     page, at = places // data.shape[1], places % data.shape[1]
@@ -126,7 +127,7 @@ def _write(codec: Codec, stored: Bytes, places: torch.Tensor, values: torch.Tens
 
 
 def rows_of(tokens: Tokens, num_rows: int) -> torch.Tensor:
-    """The row of each token, [T] int64; 0 for padding, and for what is no row."""
+    """The row of each token, [T] int64; 0 for padding and for ids out of range."""
     ids = tokens.request_ids.long()
     is_request = (ids >= 0) & (ids < tokens.rows.shape[0])
     if tokens.rows.shape[0] == 0:
@@ -136,8 +137,7 @@ def rows_of(tokens: Tokens, num_rows: int) -> torch.Tensor:
 
 
 def is_last(tokens: Tokens, ring: int) -> torch.Tensor:
-    """Whether no token of the batch takes a token's place in a ring: that `ring` behind is not of its
-    request, or padding."""
+    """Whether a token keeps its ring cell: the token `ring` further on is padding or of another request."""
     ids, positions = tokens.request_ids, tokens.positions
     result = torch.ones_like(ids, dtype=torch.bool)
     if ring < result.shape[0]:
@@ -148,7 +148,7 @@ def is_last(tokens: Tokens, ring: int) -> torch.Tensor:
 def _places(
     rows: torch.Tensor, entries: torch.Tensor, table: torch.Tensor, num_pages: int, entries_per_page: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where entries of rows lie, as page × entries_per_page + offset, and whether they lie anywhere."""
+    """Return each row's entry as page × entries_per_page + offset, and whether it has a page."""
     columns = entries // entries_per_page
     is_there = (rows > 0) & (entries >= 0) & (columns < table.shape[1])
     blocks = table[rows.where(is_there, 0), columns.where(is_there, 0)].long()
@@ -233,7 +233,7 @@ def gather_all(
 def _from_ring(
     rows: torch.Tensor, positions: torch.Tensor, ring_positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where positions of rows lie in rings, and whether they are there."""
+    """Return the ring cell of each position, and whether the ring still has that position."""
     size = ring_positions.shape[1]
     places = rows * size + positions % size
     is_there = (rows > 0) & (positions >= 0)

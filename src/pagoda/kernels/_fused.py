@@ -1,6 +1,6 @@
-"""The Triton kernels of small writes: entries of tables, and rows of states that begin anew."""
+"""The Triton kernels of small writes: places of tables, and resets of rows."""
 
-# Kernels are Triton's language, not Python's.
+# Kernels are written in Triton's language, which mypy cannot type.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False
 # mypy: disallow-incomplete-defs=False, disallow-untyped-calls=False
 
@@ -55,7 +55,7 @@ def set_table(table: torch.Tensor, at: int, value: int, other_at: int, other: in
 
 @triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["regions"])
 def _fill_rows(regions, row, BLOCK: tl.constexpr):
-    # Axis 0 of the programs is the tensor; those of axis 1 share its row.
+    # Axis 0 of the grid is the tensor; the programs along axis 1 share its row.
     region = regions + 3 * tl.program_id(0)
     num_bytes, value = tl.load(region + 1), tl.load(region + 2)
     begin = tl.load(region) + row * num_bytes

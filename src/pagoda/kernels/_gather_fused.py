@@ -1,6 +1,6 @@
 """The Triton kernel of `gather`: a program copies some tokens of one buffer. Offsets are 64-bit."""
 
-# Kernels are Triton's language, not Python's.
+# Kernels are written in Triton's language, which mypy cannot type.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False
 # mypy: disallow-incomplete-defs=False, disallow-untyped-calls=False
 
@@ -34,7 +34,7 @@ def _gather_rows(
         tl.store(written, words, mask=is_row[:, None] & is_column)
 
 
-# Sizes of batches and pools make no variants: what a call of any size compiled serves all others.
+# Sizes of batches and pools make no variants: one compiled kernel serves calls of every size.
 @triton.jit(
     do_not_specialize=["num_rows", "num_slots", "num_blocks"],
     do_not_specialize_on_alignment=["slots", "addresses", "out_addresses"],
@@ -43,7 +43,7 @@ def _gather(
     slots,
     addresses,
     out_addresses,
-    word,  # tells the type of a word
+    word,  # its dtype is the type of a word
     num_rows,
     num_slots,
     num_blocks,
@@ -54,8 +54,8 @@ def _gather(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # Widths are in words. Buffers are K, V, K, V, ... or all of one width. The blocks of a buffer stand
-    # together: programs that run together write memory together.
+    # Widths are in words. Buffers are K, V, K, V, ... or all of one width. The blocks of a buffer are
+    # adjacent in the grid, so that programs that run together write adjacent memory.
     buffer = tl.program_id(0) // num_blocks
     first_row = (tl.program_id(0) % num_blocks) * ROWS
     pointer: tl.constexpr = tl.pointer_type(word.dtype.element_ty)
@@ -68,7 +68,7 @@ def _gather(
 
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-_PROGRAM_WORDS = 512  # that a program moves at a time; in words of 8 bytes, 32 bytes a thread
+_PROGRAM_WORDS = 512  # words per program and iteration; with words of 8 bytes, 32 bytes per thread
 _NUM_WARPS = 4
 
 

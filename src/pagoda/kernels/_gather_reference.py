@@ -1,4 +1,4 @@
-"""What the kernel of `gather` must do, in plain torch. Serves the CPU and judges `gather_fused`."""
+"""The reference of `gather`, in plain torch: serves the CPU, and tests compare the kernel with it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def gather(
     is_blank = (slots < 0) | (slots >= num_slots)
     blanks = is_blank.nonzero().flatten()
     if blanks.shape[0]:
-        slots = slots.masked_fill(is_blank, 0)  # any slot: its row is overwritten
-    # A row is one memcpy: whole pages, where they are asked for, cost fewer and longer ones.
+        slots = slots.masked_fill(is_blank, 0)  # any valid slot: its output is zeroed below
+    # Each index costs one memcpy: indexing by whole pages, where possible, makes them fewer and longer.
     whole = _whole_pages(slots, page_tokens)
     rows = slots if whole is None else whole
     for pages, out in zip(buffers, outs, strict=True):
@@ -36,7 +36,7 @@ def gather(
 
 
 def _whole_pages(slots: torch.Tensor, page_tokens: int) -> torch.Tensor | None:
-    """The pages that slots run through from begin to end, one after the other; None if they do not."""
+    """Return the page ids if slots are whole pages, one after the other; else None."""
     if page_tokens == 1 or slots.shape[0] % page_tokens:
         return None
     runs = slots.view(-1, page_tokens)

@@ -1,4 +1,4 @@
-"""Launches of kernels whose arguments make no variants. In: a kernel, arguments; out: work on a stream."""
+"""Launches of kernels that have one variant. In: a kernel, arguments; out: work on a stream."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ __all__ = ["Launch"]
 
 
 class Launch:
-    """A kernel that is looked up once per device and set of constants, and then launched as it was compiled.
+    """A kernel that is looked up once per device and set of constants, and then launched without a lookup.
 
-    Triton asks every argument of every launch which variant of a kernel it needs, which costs the host more
-    than the launch. This is for kernels with one variant: integers are in `do_not_specialize` and below 2^31,
-    pointers in `do_not_specialize_on_alignment` and always of one type. The caller makes sure of that.
+    Triton inspects every argument of every launch to choose a variant, which costs more host time than the
+    launch. `Launch` is for kernels with one variant, and its caller guarantees that: integers are in
+    `do_not_specialize` and below 2^31, pointers are in `do_not_specialize_on_alignment` and always of one
+    type.
     """
 
     def __init__(self, kernel: Any, **options: Any) -> None:
@@ -29,7 +30,7 @@ class Launch:
             found[grid](*args, *constants)
             return
         made = self.kernel[grid](*args, *constants, **self.options)
-        if made is not None:  # the interpreter makes none
+        if made is not None:  # the interpreter compiles nothing
             self.compiled[key] = made
 
 

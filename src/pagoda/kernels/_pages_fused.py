@@ -2,7 +2,7 @@
 
 Offsets are 64-bit."""
 
-# Kernels are Triton's language, not Python's.
+# Kernels are written in Triton's language, which mypy cannot type.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False
 # mypy: disallow-incomplete-defs=False, disallow-untyped-calls=False
 
@@ -35,7 +35,7 @@ def _move_pages(
     BLOCK: tl.constexpr,
 ):
     # Sizes are in elements of `packed`. Buffers are K, V, K, V, ... or K alone, one pair per layer.
-    # The blocks of a page stand together: programs that run together touch memory together.
+    # The blocks of a page are adjacent in the grid, so that programs that run together touch adjacent memory.
     block = tl.program_id(0) % num_blocks
     row = (tl.program_id(0) // num_blocks) % num_rows
     buffer = tl.program_id(0) // (num_blocks * num_rows)
@@ -60,9 +60,9 @@ _ELEMENTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def _sides(buffers: Sequence[torch.Tensor]) -> tuple[int, int, int]:
-    """How many sizes take turns, and the bytes of a page of each.
+    """Return how many page sizes alternate (1 or 2), and the bytes of a page of each.
 
-    A pool's layers are alike, so its buffers are K, V, K, V, ...; or all are one size.
+    All layers of a pool have the same geometry, so its buffers are K, V, K, V, ... or all of one size.
     """
     sizes = [buffer.shape[1] for buffer in buffers]
     return (1, sizes[0], 0) if len(set(sizes)) == 1 else (2, sizes[0], sizes[1])
@@ -108,7 +108,7 @@ def _copy_pages(
     source,
     target,
     addresses,
-    first_pool,  # tells the type of the elements
+    first_pool,  # its dtype is the type of the elements
     num_pages,
     num_rows,
     num_blocks,

@@ -1,4 +1,4 @@
-"""What every kernel must do, in plain torch. Serves the CPU and judges `fused`."""
+"""The reference of the kernels, in plain torch: serves the CPU, and tests compare the kernels with it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Values as a pool of `dtype` stores them.
+    """Return values as a pool of `dtype` stores them.
 
-    fp8: divided by the scale in float32 and saturated at the largest finite value, where torch's
-    own cast gives NaN or infinity. NaN stays NaN. float64 goes through float32, as torch does it.
+    For fp8 they are divided by the scale in float32 and saturate at the largest finite number, where torch's
+    own cast would give NaN or infinity. NaN stays NaN. float64 goes through float32, as in torch.
     """
     if dtype in FP8_DTYPES:
         top = torch.finfo(dtype).max
@@ -49,7 +49,7 @@ def store(
     kept = (slots >= 0) & (slots < k_pool.shape[0])
     all_kept = bool(kept.all())
     where = (slots if all_kept else slots[kept]).long()
-    # Everything is read before anything is written: rows may be views of the pools themselves.
+    # All reads come before any write: keys and values may be views of the pools themselves.
     sides = [(keys, k_pool, k_scale)]
     if values is not None and v_pool is not None:
         sides.append((values, v_pool, v_scale))
@@ -65,8 +65,9 @@ def store(
 def _rows_of(
     source: torch.Tensor, pool: torch.Tensor, kept: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A pool and the kept rows of a source as it stores them, alike in shape; fp8 as bytes, because indexing
-    knows none."""
+    """Return a pool, and the kept tokens of a source as the pool stores them, in the same shape.
+
+    fp8 comes as bytes, because torch cannot index fp8 everywhere."""
     flat = pool.view(pool.shape[0], -1)
     rows = source.detach().reshape(-1, flat.shape[1])
     rows = cast(rows if kept is None else rows[kept], pool.dtype, scale)
@@ -74,7 +75,7 @@ def _rows_of(
 
 
 def _columns(buffers: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, slice]]:
-    """Each buffer, and which bytes of a packed page are its."""
+    """Yield each buffer with the range of its bytes in a packed page."""
     begin = 0
     for pages in buffers:
         end = begin + pages.shape[1]
@@ -112,7 +113,7 @@ def write_table(packed: torch.Tensor, places: int, values: int, num_writes: int,
     table[at[kept].long()] = ids[kept]
 
 
-@torch.inference_mode()  # as a kernel does, it writes to any tensor
+@torch.inference_mode()  # like a kernel, it writes to any tensor
 def fill_rows(regions: Regions, row: int) -> None:
     for tensor, value in regions.rows:
         tensor[row].fill_(value)

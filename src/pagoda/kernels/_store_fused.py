@@ -1,6 +1,6 @@
-"""The Triton kernel of `store`: a program casts and writes some rows of K, or of V. Offsets are 64-bit."""
+"""The Triton kernel of `store`: a program casts and writes some tokens of K or of V. Offsets are 64-bit."""
 
-# Kernels are Triton's language, not Python's.
+# Kernels are written in Triton's language, which mypy cannot type.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False
 # mypy: disallow-incomplete-defs=False, disallow-untyped-calls=False
 
@@ -56,7 +56,7 @@ def _store_rows(
         else:
             offset = (column // DIM).to(tl.int64) * stride_head + (column % DIM).to(tl.int64) * stride_dim
         is_column = (column < WIDTH)[None, :]
-        # The load does not ask for the slot: both are under way at once.
+        # The load does not depend on the slot, so both loads are in flight at once.
         x = tl.load(source + begin[:, None] + offset[None, :], mask=is_row[:, None] & is_column)
         if FP8_MAX > 0:
             x = tl.div_rn(x.to(tl.float32), scale)
@@ -69,7 +69,7 @@ def _store_rows(
         tl.store(to, x.to(pool.dtype.element_ty), mask=is_slot[:, None] & is_column)
 
 
-# Batch sizes make no variants: what a call of any size compiled serves a capture of any other.
+# Batch sizes make no variants: once a call of any size has compiled the kernel, all others can be captured.
 @triton.jit(
     do_not_specialize=["num_rows", "num_slots", "k_inner", "v_inner"],
     do_not_specialize_on_alignment=["slots"],
@@ -106,7 +106,7 @@ def _store(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program moves ROWS rows of K, or of V: which, is the grid's second axis.
+    # One program moves ROWS tokens of K or of V; the grid's second axis tells which.
     if tl.program_id(1) == 0:
         _store_rows(
             keys, k_pool, slots, k_scale, num_rows, num_slots, k_inner, k_stride_outer, k_stride_inner,
@@ -122,7 +122,7 @@ def _store(
 
 
 def _merged(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
-    """Dimensions as (size, stride), neighbours that are one run merged, those of size 1 left out."""
+    """Return dimensions as (size, stride): contiguous neighbours merged, those of size 1 left out."""
     dims: list[tuple[int, int]] = []
     for size, step in zip(shape, stride, strict=True):
         if size == 1:
@@ -135,10 +135,10 @@ def _merged(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]
 
 
 def _strided(rows: torch.Tensor, num_rows: int, width: int) -> tuple[torch.Tensor, list[int], list[Any]]:
-    """A tensor of num_rows rows as [outer, inner, heads, dim]: run-time strides, compile-time shape.
+    """View a tensor of num_rows tokens as [outer, inner, heads, dim]: run-time strides, compile-time shape.
 
-    Any tensor whose leading and trailing dimensions each merge into at most two is read where it
-    lies; the rare rest is copied first.
+    A tensor whose leading and trailing dimensions each merge into at most two is read in place; any other,
+    which is rare, is copied first.
     """
     lead, done = 0, 1
     while done < num_rows:
@@ -157,7 +157,7 @@ def _strided(rows: torch.Tensor, num_rows: int, width: int) -> tuple[torch.Tenso
 
 
 _READABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *FP8_DTYPES)
-# dtype: mantissa bits, exponent bias, integer of its size.
+# dtype: mantissa bits, exponent bias, integer of the same size.
 _NARROW = {
     torch.bfloat16: (7, 127, torch.uint16),
     torch.float8_e4m3fn: (3, 7, torch.uint8),
@@ -166,13 +166,13 @@ _NARROW = {
 
 
 def _plain(rows: torch.Tensor) -> torch.Tensor:
-    """Rows that a kernel can read: no gradient, no pending negation, a dtype that Triton knows."""
+    """Return a tensor that a kernel can read: no gradient, no lazy negation, a dtype that Triton knows."""
     rows = rows.detach().resolve_neg()
     return rows if rows.dtype in _READABLE else rows.to(torch.float32)
 
 
 def _spelled_out(dtype: torch.dtype, device: torch.device) -> tuple[int, int, torch.dtype]:
-    """Mantissa, bias and storage type where the cast to `dtype` is spelled out in integers, else zeros."""
+    """Return mantissa bits, bias and storage dtype where the cast to `dtype` is spelled out, else zeros."""
     if dtype not in _NARROW:
         return 0, 0, dtype
     if device.type == "cuda" and (
@@ -183,7 +183,7 @@ def _spelled_out(dtype: torch.dtype, device: torch.device) -> tuple[int, int, to
 
 
 def _shape_of_work(width: int, element_bytes: int) -> tuple[int, int, int]:
-    """Rows per program, columns per step, warps: 2048 elements (1024 of fp8), 16 bytes stored per thread."""
+    """Return tokens per program, columns per step, warps: 2048 elements (fp8: 1024), 16 bytes per thread."""
     block = min(1 << (width.bit_length() - 1), 2048)
     rows = max(1, 1024 * min(element_bytes, 2) // block)
     return rows, block, max(1, rows * block * element_bytes // 512)

@@ -1,11 +1,13 @@
-"""The compressor of compressed attention: some tokens become one entry. In: projections of tokens, and those
-that a state has kept of earlier ones; out: the entries of the blocks that end, and the state.
+"""The compressor of compressed attention, which turns the tokens of a block into one entry.
 
-An entry is a softmax over the tokens of its block, channel by channel; where blocks overlap, over the low
-half of the channels of the tokens of the block before and the high half of those of its own. Score −inf has
-weight 0, so there is nothing before the first block. Reference and kernel agree to the rounding of float32.
-Nothing is allocated and nothing waits, so every call can be captured once a similar one, with few tokens or
-with more than some thousand, has compiled it.
+In: projections of the batch's tokens, and a state with the projections of earlier ones; out: the entries of
+blocks that end in the batch, and the state.
+
+An entry is the softmax-weighted sum of its block's values, channel by channel. Where blocks overlap, it takes
+the low half of the channels from the previous block's tokens and the high half from its own. A score of −inf
+has weight 0, so nothing precedes the first block. Reference and kernel agree up to float32 rounding. Nothing
+is allocated and nothing waits, so a call can be captured once a similar call has compiled the kernel: small
+batches and those of more than some thousand tokens are compiled separately.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ __all__ = ["compress", "push"]
 def compress(
     tokens: Tokens,
     values: torch.Tensor,  # [T, C], C = dim, or 2 × dim where blocks overlap
-    scores: torch.Tensor,  # [T, C], the bias of a token's place in its block added
+    scores: torch.Tensor,  # [T, C], with the bias of the token's position in its block already added
     ratio: int,
     state_values: torch.Tensor,  # [num_rows + 1, R, C] float32
     state_scores: torch.Tensor,  # [num_rows + 1, R, C] float32
@@ -33,10 +35,11 @@ def compress(
 ) -> torch.Tensor:
     """Compute the entry of the block that each token ends, in one launch; zeros for tokens that end none.
 
-    Tokens of the batch are read from `values` and `scores`, earlier ones from the state at place position %
-    R, so `push` comes afterwards and R may be as small as the tokens of an entry. With `norm` the entry is
-    divided by the root of its mean square and multiplied by the weight; with `rotary`, then, its last
-    numbers are rotated in pairs by the angle given for the token, that of the block's first position.
+    Tokens of the batch are read from `values` and `scores`, earlier ones from index position % R of the
+    state; call `push` afterwards, so that R need be no larger than the number of tokens per entry. With
+    `norm`, the entry is divided by the root of its mean square and multiplied by the weight. With `rotary`,
+    its last numbers are then rotated in pairs by the token's angle, which is that of the block's first
+    position.
     """
     return out
 
@@ -49,8 +52,8 @@ def push(
     state_values: torch.Tensor,
     state_scores: torch.Tensor,
 ) -> torch.Tensor:
-    """Keep the projections of tokens in place position % R of their row's state, in one launch.
+    """Store the projections of tokens at index position % R of their row's state, in one launch.
 
-    Of a request's tokens only the last R are kept, so that none is written over within a call.
+    Only the last R tokens of a request are stored, so that no index is written twice within a call.
     """
     return state_values

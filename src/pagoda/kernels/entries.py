@@ -1,10 +1,10 @@
 """Entries of compressed attention and of windows: written quantised, read back as numbers.
 
-In: tokens of a batch, their values, the bytes of pools; out: bytes, or the caller's tensors, filled. How the
-numbers of an entry become bytes is a `Codec`, read off its layout. Reference and kernel agree bit for bit,
-except which NaN a NaN is. Nothing is allocated and nothing waits, so every call can be captured once a
-similar one, with one token per request or with more, has compiled it. Ids out of range, which a kernel cannot
-raise for, are neither read nor written.
+In: tokens of a batch, their values, the bytes of pools; out: bytes in pools, or the caller's tensors, filled.
+A `Codec`, derived from the entry's layout, says how numbers become bytes. Reference and kernel agree bit for
+bit, except for the payload of NaNs. Nothing is allocated and nothing waits, so a call can be captured once a
+similar call has compiled the kernel: batches with one token per request and others are compiled separately.
+Entries whose ids are out of range are neither read nor written, since a kernel cannot raise.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ __all__ = [
 
 
 class Tokens(NamedTuple):
-    """The tokens of a batch: whose they are, and where they stand.
+    """The tokens of a batch: the request and the position of each.
 
-    Those of one request stand side by side, at positions that rise by one."""
+    The tokens of one request are adjacent, at consecutive positions."""
 
     rows: torch.Tensor  # [B] int32: the row of each request; 0 is padding
-    request_ids: torch.Tensor  # [T] int32: which of `rows` a token belongs to; −1 is padding
-    positions: torch.Tensor  # [T] int32, at most 2^31 − 2; below 0 is padding
+    request_ids: torch.Tensor  # [T] int32: index into `rows` of each token's request; −1 is padding
+    positions: torch.Tensor  # [T] int32, at most 2^31 − 2; negative is padding
 
 
 class Ring(NamedTuple):
-    """The windows of all rows: position p lies in place p % R of its row's."""
+    """The windows of all rows, as rings of R cells: position p is in cell p % R of its row's ring."""
 
     data: torch.Tensor  # [num_rows + 1, R, codec.data_bytes] uint8
-    scales: torch.Tensor | None  # [num_rows + 1, R, codec.scale_bytes] uint8, None for entries without
-    positions: torch.Tensor  # [num_rows + 1, R] int32: which position lies there, −1 for none
+    scales: torch.Tensor | None  # [num_rows + 1, R, codec.scale_bytes] uint8; None if entries have no scales
+    positions: torch.Tensor  # [num_rows + 1, R] int32: the position in each cell; −1 if it is empty
 
 
 _PLAIN = ("float32", "bfloat16", "float16")
-# The largest number of a format, and the least that the largest of a block counts for: so that a block of
-# zeros has a scale, of which 1 / scale is finite too.
+# The largest number of a format, and the lower bound of a block's maximum when its scale is computed: with
+# it, a block of zeros has a scale whose inverse is finite.
 _LARGEST = {"float8_e4m3fn": (448.0, 1e-4), "float4_e2m1fn_x2": (6.0, 6.0 * 2.0**-126)}
 
 
 @dataclass(frozen=True)
 class Codec:
-    """How the numbers of one entry become bytes: `flat_dim` of them in one format, in blocks of `block`, a
-    power of two, that share a scale if they have one, then `rope_dim` in another.
+    """How the numbers of an entry become bytes: `flat_dim` numbers in one format, then `rope_dim` in another.
 
-    An entry is `data_bytes` long, its scales `scale_bytes`; they lie behind the data of all entries of
-    its page. A scale is float32, or the exponent of a power of two: the least with which the largest finite
-    number of the block fits. Infinity saturates and NaN stays NaN (in fp4, which has none, it becomes the
-    largest number): neither changes the scale."""
+    The flat numbers form blocks of `block` numbers, a power of two; the numbers of a block share a scale if
+    there are scales. An entry has `data_bytes` of data and `scale_bytes` of scales, which follow the data of
+    all entries of its page. A scale is float32, or the exponent of a power of two: the smallest with which
+    the largest finite number of the block fits. Infinity saturates, and NaN stays NaN (fp4 has no NaN: there
+    it becomes the largest number); neither changes the scale."""
 
     flat_dim: int
     rope_dim: int
@@ -79,7 +79,7 @@ class Codec:
 
     @staticmethod
     def of(entry: Entry) -> Codec:
-        """The codec of a layout of bytes. O(1). Errors: ConfigError for parts that no kernel knows."""
+        """Return the codec of an entry. Errors: ConfigError for parts that kernels do not support."""
         if not isinstance(entry, Entry):
             raise ConfigError(f"entry: give an Entry, not {type(entry).__name__}")
         flat, *rest = entry.parts
@@ -95,21 +95,22 @@ class Codec:
         )
         if not is_known:
             raise ConfigError(
-                f"entry {entry.name}: kernels know numbers in float32, bfloat16 or float16, or in fp8 or fp4 "
-                "with scales in float32 or as powers of two behind the data, and a rotated part behind them"
+                f"entry {entry.name} is not supported by the kernels: give numbers in float32, bfloat16 or "
+                "float16, or in fp8 or fp4 with scales in float32 or float8_e8m0fnu after the data; a part "
+                "'rope' in float32, bfloat16 or float16 may follow the numbers"
             )
-        # Heads are numbers like any others: they make no other bytes.
+        # Heads make no difference to the bytes.
         flat_dim = math.prod(flat.shape) * (2 if flat.dtype == "float4_e2m1fn_x2" else 1)
         num_scales = math.prod(scales[0].shape) if scales else 0
         block = 1 << (-(-flat_dim // num_scales) - 1).bit_length() if scales else flat_dim
-        # Which numbers a scale is for follows from how many there are: so none may be left over.
+        # Which numbers share a scale follows from the number of scales, so the blocks must come out even.
         least_block = 2 if flat.dtype == "float4_e2m1fn_x2" else 1
         if scales and (-(-flat_dim // block) != num_scales or block < least_block):
             raise ConfigError(
-                f"entry {entry.name}: {num_scales} scales of {flat_dim} numbers: give one for every "
-                f"{least_block}, {2 * least_block}, {4 * least_block} or another power of two of them"
+                f"entry {entry.name} has {num_scales} scales for {flat_dim} numbers: give one scale per "
+                f"{least_block}, {2 * least_block}, {4 * least_block} or another power of two of numbers"
             )
-        # Scales and the rotated part are read as what they are, so they have to begin where such may stand.
+        # Scales and the rotated part are read as their own dtypes, so they have to be aligned.
         rope_width = DTYPES[ropes[0].dtype] if ropes else 1
         scale_width = DTYPES[scales[0].dtype] if scales else 1
         begins = [entry.data_bytes - sum(rope.num_bytes for rope in ropes), entry.data_bytes, entry.num_bytes]
@@ -118,8 +119,8 @@ class Codec:
         widths = max(rope_width, DTYPES[flat.dtype] if not scales else 1), scale_width
         if any(begin % width for begin in begins for width in widths):
             raise ConfigError(
-                f"entry {entry.name}: its parts begin between the places of their numbers: give sizes, or "
-                f"padding, in multiples of {max(widths)} bytes"
+                f"entry {entry.name}: its parts are not aligned to their dtypes: give sizes, or padding, in "
+                f"multiples of {max(widths)} bytes"
             )
         return Codec(
             flat_dim,
@@ -135,22 +136,22 @@ class Codec:
 
     @property
     def dim(self) -> int:
-        """Numbers of an entry. O(1)."""
+        """Numbers per entry."""
         return self.flat_dim + self.rope_dim
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of an entry with its scales. O(1)."""
+        """Bytes per entry, scales included."""
         return self.data_bytes + self.scale_bytes
 
     @property
     def largest(self) -> float:
-        """The largest number that the flat format holds. O(1)."""
+        """The largest number of the flat format."""
         return _LARGEST[self.flat_dtype][0]
 
     @property
     def least(self) -> float:
-        """What the largest of a block at least counts for. O(1)."""
+        """The lower bound of a block's maximum when its scale is computed."""
         return _LARGEST[self.flat_dtype][1]
 
 
@@ -161,9 +162,9 @@ def store_window(
     values: torch.Tensor,  # [T, dim]
     ring: Ring,
 ) -> torch.Tensor:
-    """Write each token's entry to place position % R of its row's ring, and the position beside it.
+    """Write each token's entry, and its position, to cell position % R of its row's ring, in one launch.
 
-    Of a request's tokens only the last R are written, so that none is written over within a call. One launch.
+    Only the last R tokens of a request are written, so that no cell is written twice within a call.
     """
     return ring.data
 
@@ -174,13 +175,14 @@ def store_entries(
     tokens: Tokens,
     values: torch.Tensor,  # [T, dim]
     ratio: int,
-    table: torch.Tensor,  # [num_rows + 1, columns] int32: blocks of each row; below 1 is none
+    table: torch.Tensor,  # [num_rows + 1, columns] int32: blocks of each row; below 1 means no block
     pages: torch.Tensor,  # [num_blocks + 1, page_bytes] uint8
     entries_per_page: int,
 ) -> torch.Tensor:
-    """Write the values of each token that ends a block of `ratio` tokens as its row's entry of that block.
+    """Write, for each token that ends a block of `ratio` tokens, its values as its row's entry of that block,
+    in one launch.
 
-    The values of other tokens are not read. One launch.
+    The values of other tokens are not read.
     """
     return pages
 
@@ -197,9 +199,9 @@ def gather_chosen(
     out: torch.Tensor,  # [T, k, dim] contiguous
     mask: torch.Tensor,  # [T, k] bool
 ) -> torch.Tensor:
-    """Read the entries that an indexer chose for each token. One launch.
+    """Read the entries that an indexer chose for each token, in one launch.
 
-    An index below 0 or not yet visible to the token, and every index of padding, gives zeros and False.
+    An index that is negative or not yet visible to the token gives zeros and False, as does padding.
     """
     return pages
 
@@ -215,9 +217,9 @@ def gather_all(
     out: torch.Tensor,  # [B, N, dim] contiguous
     lens: torch.Tensor,  # [B] int32
 ) -> torch.Tensor:
-    """Read the first N entries of each request, and count all that its last token sees. One launch.
+    """Read the first N entries of each request, and count all that its last token sees, in one launch.
 
-    Behind the count there are zeros. A request without tokens in the batch has none.
+    Outputs beyond the count are zeros. A request without tokens in the batch has a count of 0.
     """
     return pages
 
@@ -231,9 +233,9 @@ def gather_windows(
     out: torch.Tensor,  # [T, window, dim] contiguous
     lens: torch.Tensor,  # [T] int32
 ) -> torch.Tensor:
-    """Read the window of each token, itself included, oldest first; behind its length zeros. One launch.
+    """Read the window of each token, itself included, oldest first, in one launch; zeros beyond its length.
 
-    A position that the ring does not hold, because a call wrote over it before it was read, gives zeros.
+    A position that a later write has already replaced in the ring gives zeros.
     """
     return ring.data
 
@@ -248,10 +250,10 @@ def gather_chunk(
     out: torch.Tensor,  # [B, window − 1 + Q, dim] contiguous
     lens: torch.Tensor,  # [B] int32
 ) -> torch.Tensor:
-    """Read, for each request, the window before its tokens and then the tokens themselves, oldest first;
-    zeros behind its length. One launch.
+    """Read, for each request, the window before its tokens and then the tokens themselves, oldest first, in
+    one launch; zeros beyond its length.
 
-    The window comes from the ring, which has to be written afterwards, so that it may be as small as the
-    window however long the chunk; the tokens come from `chunk`, rounded as if they had been stored.
+    The window comes from the ring; write the ring afterwards, so that it need be no larger than the window
+    however long the chunk is. The tokens come from `chunk`, rounded as if they had been stored.
     """
     return ring.data

@@ -1,4 +1,4 @@
-"""Tokens of all layers, out of a pool. In: slots, the pool's buffers; out: the caller's tensors, filled."""
+"""Read tokens of all layers from a pool. In: slots, the pool's buffers; out: the caller's tensors, filled."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["gather"]
 def gather(
     slots: torch.Tensor,  # [n] int32 or int64
     buffers: Sequence[torch.Tensor],  # each [num_pages, page_bytes_b] uint8: K, V, K, V, ... or K alone
-    addresses: torch.Tensor,  # [buffers] int64, where each begins, on their device
+    addresses: torch.Tensor,  # [buffers] int64, the address of each, on their device
     page_tokens: int,
-    outs: Sequence[torch.Tensor],  # one per buffer, contiguous, n rows of page_bytes_b / page_tokens bytes
-    out_addresses: torch.Tensor,  # [buffers] int64, where each begins, on the buffers' device
+    outs: Sequence[torch.Tensor],  # one per buffer, contiguous, n * page_bytes_b / page_tokens bytes each
+    out_addresses: torch.Tensor,  # [buffers] int64, the address of each output, on the buffers' device
 ) -> torch.Tensor:
-    """Copy the row of slot slots[i] of every buffer to row i of its output, in one launch.
+    """Copy slot slots[i] of every buffer to token i of its output, in one launch.
 
-    A slot outside of the buffers gives zeros. No output overlaps another or a buffer.
+    A slot outside the buffers gives zeros. Outputs must not overlap each other or a buffer.
     """
     return addresses

@@ -1,10 +1,10 @@
 """The tensors that hold keys, values and states. In: layouts, deltas; out: tensors.
 
-`Pools` are the pools and tables of one rank, which follow a manager's deltas; `Pools.batch` is what kernels
-read about a step, `Pools.layer` a layer of the model. `TokenPool` holds keys and values by slot, `EntryPool`
-pages of entries as bytes, `StatePool` states of running requests, `DeviceTable` a matrix of ids, and
-`Staging` carries host arrays to a device without waiting for it. Tensors are made once and never move;
-nothing here reads one back. Invariants 6 and 7.
+`Pools` has the pools and tables of one rank and follows a manager's deltas; `Pools.batch` returns what
+kernels read about a step, `Pools.layer` a layer of the model. `TokenPool` holds keys and values by slot,
+`EntryPool` pages of entries as bytes, `StatePool` the states of running requests, `DeviceTable` a matrix of
+ids. `Staging` copies host arrays to a device without waiting for it. Tensors are allocated once and never
+move, and none is read back. Invariants 6 and 7.
 """
 
 from pagoda.pools._batch import Batch, GroupBatch, HostBatch

@@ -1,4 +1,6 @@
-"""Arguments of pools: devices, counts, and ids that may lie on the host or on a device."""
+"""Arguments of pools: devices, counts, and ids on the host or on a device.
+
+In: what callers give; out: checked values, or an error that names the argument."""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ __all__ = [
     "unread_ids",
 ]
 
-# Ids as callers have them: on the host, or in a device tensor.
+# Ids as callers give them: on the host, or in a device tensor.
 AnyIds: TypeAlias = torch.Tensor | npt.NDArray[Any] | Sequence[int] | int
 
 _INTS = (torch.int32, torch.int64)
@@ -38,30 +40,30 @@ _BOOL_DTYPES = (torch.bool, np.dtype(bool))
 
 
 def resolve_device(device: torch.device | str) -> torch.device:
-    """The device with its index, or a ConfigError when this machine has none such."""
+    """Return the device with its index. Errors: ConfigError if this machine does not have it."""
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as unknown:
-        raise ConfigError(f"device: {device!r} is no device that torch knows") from unknown
+        raise ConfigError(f"device: torch knows no device {device!r}: give 'cpu' or 'cuda'") from unknown
     if resolved.type == "cpu":
         return torch.device("cpu")
     if resolved.type != "cuda":
-        raise ConfigError(f"device: pools live on 'cpu' or 'cuda', not on {resolved.type!r}")
+        raise ConfigError(f"device: pools are on 'cpu' or 'cuda', not on {resolved.type!r}")
     if not torch.cuda.is_available():
-        raise ConfigError("device: there is no CUDA device on this machine: give device='cpu'")
+        raise ConfigError("device: this machine has no CUDA device: give 'cpu'")
     index = torch.cuda.current_device() if resolved.index is None else resolved.index
     if index >= torch.cuda.device_count():
-        raise ConfigError(f"device: there is no cuda:{index}, only {torch.cuda.device_count()} CUDA devices")
+        raise ConfigError(f"device: cuda:{index} does not exist: CUDA devices: {torch.cuda.device_count()}")
     return torch.device("cuda", index)
 
 
 def number(value: Any, name: str) -> int:
-    """An integer argument of a call, not negative, or an ArgumentError that names it."""
+    """Return an argument as an integer that is not negative. Errors: ArgumentError, naming it."""
     return integer(value, name, 0, ArgumentError)
 
 
 def one_id(value: Any, name: str, low: int, high: int, what: str) -> int:
-    """One id of a call as an integer from `low` to `high`, or an error that names it."""
+    """Return an id as an integer from `low` to `high`. Errors: ArgumentError, OutOfRangeError, naming it."""
     at = as_integer(value)
     if at is None:
         raise ArgumentError(f"{name}: give an integer, not {type(value).__name__}")
@@ -72,7 +74,7 @@ def one_id(value: Any, name: str, low: int, high: int, what: str) -> int:
 
 
 def layer_number(layer: Any, num_layers: int, name: str = "layer") -> int:
-    """The number of a layer, or an ArgumentError."""
+    """Return the number of a layer of a pool. Errors: ArgumentError."""
     at = number(layer, name)
     if at >= num_layers:
         raise ArgumentError(f"{name}: this pool has layers 0 to {num_layers - 1}, not {min(at, 10**18)}")
@@ -82,15 +84,16 @@ def layer_number(layer: Any, num_layers: int, name: str = "layer") -> int:
 def filled(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, value: float = 0.0, pinned: bool = False
 ) -> torch.Tensor:
-    """A tensor of one value, made to stay. Errors: ConfigError for more bytes than there are addresses."""
+    """Allocate a tensor filled with one value. Errors: ConfigError for a size beyond any memory."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes >= 2**62:
         raise ConfigError(
-            f"a tensor of shape {tuple(min(size, 10**18) for size in shape)} has no place in memory"
+            f"a tensor of shape {tuple(min(size, 10**18) for size in shape)} exceeds the address space: "
+            "give smaller sizes"
         )
-    # Also where pools are made under inference_mode they are written outside of it.
+    # Pools are written outside of inference_mode even if they were made under it.
     with torch.inference_mode(False):
-        if value == 0:  # bytes, because zeros of fp8 are not everywhere
+        if value == 0:  # as bytes, because torch cannot make zeros of fp8 everywhere
             flat = torch.zeros(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
             return flat.view(dtype).view(*shape)
         return torch.full(tuple(shape), value, dtype=dtype, device=device)
@@ -99,35 +102,37 @@ def filled(
 def require_buffer(
     buffer: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str
 ) -> None:
-    """A ConfigError unless a caller's buffer is a tensor that a pool can use as it is."""
+    """Raise a ConfigError unless a caller's buffer is a tensor that a pool can use as it is."""
     if not isinstance(buffer, torch.Tensor):
         raise ConfigError(f"{name}: give a tensor, not {type(buffer).__name__}")
     found = (tuple(buffer.shape), buffer.dtype, buffer.device)
     if found != (shape, dtype, device):
-        raise ConfigError(f"{name} is {found}, not {(shape, dtype, device)}")
+        raise ConfigError(f"{name} is {found}: give {(shape, dtype, device)}")
     if buffer.layout != torch.strided or not buffer.is_contiguous() or buffer.data_ptr() % 16:
-        raise ConfigError(f"{name} is not contiguous, or does not begin at a multiple of 16 bytes")
+        raise ConfigError(f"{name}: give a contiguous tensor that is aligned to 16 bytes")
 
 
 def refuse_capture(device: torch.device, call: str) -> None:
-    """A CaptureError while the current stream of a CUDA device is being captured."""
+    """Raise a CaptureError while the current stream of a CUDA device is being captured."""
     if device.type != "cuda":
         return
     with on_device(device):
         is_capturing = torch.cuda.is_current_stream_capturing()
     if is_capturing:
-        raise CaptureError(f"{call} makes a device tensor, and the stream is being captured: call it before")
+        raise CaptureError(
+            f"{call} is not possible while the stream is being captured: do it before the capture"
+        )
 
 
 def host_ids(ids: AnyIds, name: str, *, any_shape: bool = False) -> npt.NDArray[np.int64]:
-    """Ids as one contiguous host array: [n] int64. A device tensor costs one synchronisation.
+    """Return ids as one contiguous host array: [n] int64. A device tensor costs one synchronisation.
 
-    One integer is one id. Errors: ArgumentError, also for more than one dimension unless `any_shape`.
+    A single integer is one id. Errors: ArgumentError, also for more than one dimension unless `any_shape`.
     """
     if isinstance(ids, torch.Tensor):
         _require_readable(ids, name, any_shape)
         if ids.is_cuda:
-            refuse_capture(ids.device, f"{name}, read from a device tensor,")
+            refuse_capture(ids.device, f"reading {name} from a device tensor")
         if ids.numel() == 0:
             return np.zeros(0, dtype=np.int64)
         array = ids.detach().cpu().resolve_neg().numpy()
@@ -147,7 +152,7 @@ def host_ids(ids: AnyIds, name: str, *, any_shape: bool = False) -> npt.NDArray[
 
 
 def require_range(ids: npt.NDArray[np.int64], low: int, high: int, name: str, what: str) -> None:
-    """An OutOfRangeError for the first id outside [low, high]."""
+    """Raise an OutOfRangeError for the first id outside [low, high]."""
     if ids.size == 0 or (int(ids.min()) >= low and int(ids.max()) <= high):
         return
     position = int(np.flatnonzero((ids < low) | (ids > high))[0])
@@ -158,18 +163,18 @@ def require_range(ids: npt.NDArray[np.int64], low: int, high: int, name: str, wh
 
 
 def is_unread(ids: object, device: torch.device) -> TypeGuard[torch.Tensor]:
-    """Whether ids are a tensor on this CUDA device: to be used there, never read back."""
+    """Whether ids are a tensor on this CUDA device, which is used there and never read back."""
     return isinstance(ids, torch.Tensor) and ids.is_cuda and ids.device == device
 
 
 def unread_ids(ids: torch.Tensor, name: str, *, any_shape: bool = False) -> torch.Tensor:
-    """A device tensor of ids as one run: [n] int32 or int64, contiguous. Errors: as `host_ids`."""
+    """Return a device tensor of ids flattened: [n] int32 or int64, contiguous. Errors: as `host_ids`."""
     _require_readable(ids, name, any_shape)
     return ids.detach().resolve_neg().reshape(-1).contiguous()
 
 
 def _has_bool(ids: Sequence[Any]) -> bool:
-    """Whether a bool is among ids: numpy makes an integer of one that stands beside integers."""
+    """Whether a bool is among ids: next to integers, numpy turns it into one."""
     kinds = set(map(type, ids))
     return not kinds.isdisjoint(_BOOLS) or any(
         _has_bool(each) if isinstance(each, (list, tuple)) else getattr(each, "dtype", None) in _BOOL_DTYPES

@@ -1,9 +1,9 @@
 """What kernels read about a step. In: a delta that was applied; out: fixed buffers, on the device and on the
 host.
 
-Every buffer is declared here, once. On CUDA two launches fill them from the device's tables; on a CPU, and
-for back ends that want the numbers on the host, native code fills them from the host's. Both agree in every
-number. Buffers never move: captured graphs keep their addresses. Invariant 6.
+Every buffer is declared here, once. On CUDA two launches fill them from the device's tables. On a CPU, and
+for back ends that want the numbers on the host, native code fills them from the host's tables. Both agree in
+every number. Buffers never move, because captured graphs keep their addresses. Invariant 6.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Array = TypeVar("Array", torch.Tensor, npt.NDArray[Any])
 
 
 class Declared(NamedTuple):
-    """A buffer. `length`: one entry per row, token or page index of the batch, and `extra` more."""
+    """A buffer. `length`: it has one element per row, token or page index of the batch, and `extra` more."""
 
     length: str
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class Geometry(NamedTuple):
     """How kernels see the pages of a group."""
 
     group: PagedGroup
-    max_pages: int  # of a row
+    max_pages: int  # per row
     kernel_page_tokens: int
     max_indices: int
 
@@ -67,7 +67,8 @@ class Geometry(NamedTuple):
 
     @property
     def window(self) -> int:
-        # Sinks are read however far the window is: such rows are listed whole. No row is longer than 2^31.
+        # Sink tokens are read wherever the window is, so such rows list all pages. No row is longer than
+        # 2^31.
         if self.group.window is None or self.group.storage.sink_tokens:
             return 0
         return min(self.group.window, 2**31)
@@ -94,7 +95,7 @@ class BatchBuffers:
         names = [*SHARED, *(f"{group}.{name}" for group in self.geometries for name in PER_GROUP)]
         if unknown := set(given) - set(names):
             raise ConfigError(
-                f"buffers: there is no buffer {str(min(map(str, unknown)))[:60]!r}, only {', '.join(names)}"
+                f"buffers: there is no buffer {str(min(map(str, unknown)))[:60]!r}: use {', '.join(names)}"
             )
         self.tensors: dict[str, torch.Tensor] = {}
         for name in names:
@@ -124,7 +125,7 @@ class BatchBuffers:
                 )
 
     def declared(self, name: str) -> tuple[Declared, Geometry | None]:
-        """What a buffer is, by its name; those of a group are `group.name`."""
+        """Return the declaration of a buffer, and its group's geometry if its name is `group.name`."""
         if name in SHARED:
             return SHARED[name], None
         group, _, own = name.rpartition(".")
@@ -151,12 +152,15 @@ class BatchBuffers:
         table: torch.Tensor,
         rank: Rank,
     ) -> None:
-        """Fill the buffers of the device. `found`: rows of the step; where rows, lengths, starts begin."""
+        """Fill the buffers on the device.
+
+        `found`: the number of rows of the step, and where its rows, lengths and starts begin in `packed`.
+        """
         if self.device.type == "cpu":
             rank.fill(packed, *padded, self._at)
             return
         num_rows, rows, lengths, starts = found
-        if sent is None:  # a delta without anything was not sent, and nothing of it is read
+        if sent is None:  # an empty delta was not sent, and nothing of it is read
             sent = table
         with kernels.on_device(self.device):
             kernels.triton_module("_batch_fused").fill(
@@ -173,7 +177,7 @@ class BatchBuffers:
     def fill_host(
         self, packed: npt.NDArray[np.int32], padded: Sizes, rank: Rank
     ) -> dict[str, npt.NDArray[Any]]:
-        """The same on the host, in arrays that are made once."""
+        """Return the same buffers on the host, in arrays that are allocated once."""
         if self.device.type == "cpu":
             return {name: tensor.numpy() for name, tensor in self.tensors.items()}
         if self._host is None:
@@ -190,11 +194,11 @@ class BatchBuffers:
 
     def check(self) -> None:
         if self.addresses() != self._at:
-            raise InvariantError(6, "a buffer of the batch has moved")
+            raise InvariantError(6, "a buffer of batches has moved")
 
 
 class _Views(Generic[Array]):
-    """Views of buffers, cut to the rows and tokens of one step when they are asked for."""
+    """Views of buffers, cut to the rows and tokens of one step on access."""
 
     def __init__(
         self, buffers: BatchBuffers, arrays: Mapping[str, Array], padded: Sizes, prefix: str = ""
@@ -212,25 +216,24 @@ class _Views(Generic[Array]):
 
 
 class GroupBatch(_Views[Array]):
-    """Where the tokens of a batch lie in one group, as FlashInfer, FlashAttention and vLLM-style kernels ask.
+    """Where a batch's tokens are in one group, as FlashInfer, FlashAttention and vLLM-style kernels take it.
 
     ::
 
-        slot_mapping   [tokens] int64       where each token is stored: page id * page_tokens + offset;
-                                            padding −1
-        page_table     [rows, width] int32  column c is the page of tokens c * page_tokens …; 0 where there
-                                            is none, or no query reads it
-        indptr         [rows + 1] int32     row i lists indices[indptr[i]] to indices[indptr[i + 1]]
-        indices        [max_indices] int32  pages of all rows, one after the other; stale behind
-                                            indptr[−1]
-        last_page_len  [rows] int32         tokens of the last page of a list; 0 for an empty one
+        slot_mapping   [tokens] int64       slot of each token: page id * page_tokens + offset; padding −1
+        page_table     [rows, width] int32  column c is the page of tokens c * page_tokens and up; 0 if the
+                                            row has no such page or no query reads it
+        indptr         [rows + 1] int32     row i lists indices[indptr[i] : indptr[i + 1]]
+        indices        [max_indices] int32  pages of all rows, one after the other; stale from
+                                            indptr[−1] on
+        last_page_len  [rows] int32         tokens in the last page of a list; 0 for an empty list
         begins         [rows] int32         position of the first token of a list
 
-    Pages are the kernel's: those of the group, or of `kernel_page_tokens` tokens, which divide them. Slots
-    are the same in both. A window group lists only what a query of the step reads: begins[i] is where the
-    page of token max(0, lengths[i] − queries − window + 1) begins. Back ends that align queries to the end of
-    the keys (FlashInfer) count both from there, so that distances, the causal mask and `window_left` are what
-    they were.
+    Pages here are the kernel's: those of the group, or smaller ones of `kernel_page_tokens` tokens, which
+    divide them. Slots are the same for both. A window group lists only the pages that a query of the step
+    reads: begins[i] is the first position in the page of token max(0, lengths[i] − queries − window + 1).
+    Back ends that align queries to the end of the keys (FlashInfer) count both from there, so distances, the
+    causal mask and `window_left` stay right.
     """
 
     @property
@@ -240,12 +243,12 @@ class GroupBatch(_Views[Array]):
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of a page of the kernel."""
+        """Tokens per page of the kernel."""
         return self._geometry.kernel_page_tokens
 
     @property
     def window_left(self) -> int:
-        """Keys that a query reads before its own, as FlashInfer and FlashAttention count; −1 is all."""
+        """Keys that a query reads before its own, as FlashInfer and FlashAttention count; −1 means all."""
         return -1 if self.group.window is None else self.group.window - 1
 
     @property
@@ -254,12 +257,12 @@ class GroupBatch(_Views[Array]):
 
     @property
     def slot_mapping(self) -> Array:
-        """[tokens] int64: where `TokenPool.store` puts the step's tokens; −1 for padding."""
+        """[tokens] int64: the slots for `TokenPool.store`; −1 for padding."""
         return self._view("slot_mapping")
 
     @property
     def page_table(self) -> Array:
-        """[rows, width] int32, by position: FlashAttention's `block_table`."""
+        """[rows, width] int32, indexed by position: FlashAttention's `block_table`."""
         return self._view("page_table")
 
     @property
@@ -288,12 +291,12 @@ class _Rows(_Views[Array]):
 
     @property
     def rows(self) -> Array:
-        """[rows] int32: the row of each; 0 is padding."""
+        """[rows] int32: the manager's rows; 0 is padding."""
         return self._view("rows")
 
     @property
     def state_ids(self) -> Array:
-        """[rows] int32: the index of each row's state; 0 is padding. The state of row r is state r."""
+        """[rows] int32: the state id of each row; 0 is padding. The state of row r is state r."""
         return self._view("rows")
 
     @property
@@ -316,20 +319,20 @@ class _Rows(_Views[Array]):
     def __getitem__(self, name: str) -> GroupBatch[Array]:
         if name not in self._buffers.geometries:
             names = ", ".join(self._buffers.geometries)
-            raise ArgumentError(f"name: there is no group {str(name)[:40]!r}, only {names}")
+            raise ArgumentError(f"name: there is no group {str(name)[:40]!r}: the groups are {names}")
         return GroupBatch(self._buffers, self._arrays, self._padded, f"{name}.")
 
 
 class HostBatch(_Rows[npt.NDArray[Any]]):
-    """A batch on the host, as numpy arrays: for back ends whose `plan` wants them there."""
+    """A batch on the host, as numpy arrays, for back ends whose `plan` wants them there."""
 
 
 class Batch(_Rows[torch.Tensor]):
     """The rows of one step, and everything kernels read about them, in buffers that never move.
 
-    `num_rows` rows compute `num_tokens` tokens, each row its last ones; tensors go on to the padded sizes,
-    with rows of length 0 and tokens whose slot is −1. `batch[name]` has the numbers of one group. They are
-    those of the step until `Pools.batch` is called again.
+    `num_rows` rows compute `num_tokens` tokens, each row its last ones. Tensors are padded with rows of
+    length 0 and tokens whose slot is −1. `batch[name]` is the part of one group. The contents are valid until
+    the next `Pools.batch`.
     """
 
     def __init__(
@@ -348,17 +351,19 @@ class Batch(_Rows[torch.Tensor]):
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self._buffers.device
 
     @property
     def host(self) -> HostBatch:
-        """The same numbers on the host, computed there: nothing is read back.
+        """The same numbers on the host. They are computed there: nothing is read back.
 
-        Valid until the next `Pools.batch`. Errors: StaleError when a later delta was applied.
+        Valid until the next `Pools.batch`. Errors: StaleError once a later delta was applied.
         """
         if not self._is_last(self._delta):
-            raise StaleError(f"step {self.step} is not the last one applied: ask for host before the next")
+            raise StaleError(
+                f"step {self.step} is not the last one applied: read batch.host before the next Pools.apply"
+            )
         return HostBatch(
             self._buffers, self._buffers.fill_host(self._delta.packed, self._padded, self._rank), self._padded
         )

@@ -1,4 +1,4 @@
-"""Pages of entries as bytes: what compressed attention keeps of every few tokens."""
+"""Pages of entries as bytes. Compressed attention stores one entry per few tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["EntryPool"]
 
 
 class EntryPool:
-    """Pages of `entries_per_page` entries, `num_pages` of them, for `num_layers` layers; page 0 is null.
+    """`num_pages` pages of `entries_per_page` entries each, for `num_layers` layers; page 0 is padding.
 
     `pages[name][layer]` holds the entries of that name: [num_pages + 1, page_bytes] uint8. A page has the
     data of all its entries, then the scales of all, then padding, as its `Entry` says::
 
         | data 0 | data 1 | … | scales 0 | scales 1 | … | padding |
 
-    Tensors begin as zeros and never move; kernels write and read them.
+    Tensors are zeros at first and never move; kernels write and read them.
 
     Errors: ConfigError, naming the argument.
     """
@@ -42,7 +42,7 @@ class EntryPool:
         self.entries = _checked(entries)
         self.device = resolve_device(device)
         if self.num_pages >= 2**31:
-            raise ConfigError("num_pages: ids pass 2^31: give fewer")
+            raise ConfigError("num_pages: page ids exceed 2^31: give fewer pages")
         self.pages: dict[str, list[torch.Tensor]] = {
             name: [
                 filled(
@@ -56,17 +56,16 @@ class EntryPool:
 
     @classmethod
     def from_group(cls, group: PagedGroup, num_pages: int, device: torch.device | str = "cuda") -> EntryPool:
-        """The pool of a group of layers: its page has the bytes that the group says.
+        """Allocate the pool of a group. Layers are numbered from 0 in the order of `group.layers`.
 
-        Layers are numbered from 0 in the order of `group.layers`. Cost: that of the memory. Errors:
-        ConfigError.
+        Errors: ConfigError.
         """
         if not isinstance(group, PagedGroup):
             raise ConfigError(f"group: give a PagedGroup of a Layout, not {type(group).__name__}")
         return cls(num_pages, group.entries_per_page, len(group.layers), group.storage.entries, device)
 
     def layer(self, layer: int) -> dict[str, torch.Tensor]:
-        """A layer's pages, by the name of the entry: [num_pages + 1, page_bytes] uint8. O(entries).
+        """Return a layer's pages by entry name: [num_pages + 1, page_bytes] uint8 each.
 
         Errors: ArgumentError.
         """
@@ -74,16 +73,15 @@ class EntryPool:
         return {name: tensors[at] for name, tensors in self.pages.items()}
 
     def view(self, layer: int, entry: str, part: str) -> torch.Tensor:
-        """One part of all entries of a layer as what it is: [num_pages + 1, entries_per_page, *shape].
+        """View one part of all entries of a layer in its dtype: [num_pages + 1, entries_per_page, *shape].
 
-        A view of the bytes, of the part's dtype; of uint8 where torch is too old to know that one. O(1).
-        Errors: ArgumentError for a name that is not there, or a part whose bytes lie between the places of
-        its numbers, which no view can have.
+        The view is of uint8 where torch is too old for the dtype. Errors: ArgumentError for an unknown name,
+        or for a part that is not aligned to its dtype.
         """
         at = layer_number(layer, self.num_layers)
         if entry not in self.entries:
             raise ArgumentError(
-                f"entry: there is no {show(entry)} here, only {', '.join(map(repr, self.entries))}"
+                f"entry: there is no {show(entry)}: the entries are {', '.join(map(repr, self.entries))}"
             )
         found, begin, stride = self._part(self.entries[entry], part)
         pages = self.pages[entry][at]
@@ -94,12 +92,12 @@ class EntryPool:
             typed: torch.Tensor = raw.view(getattr(torch, found.dtype, torch.uint8))
         except RuntimeError:
             raise ArgumentError(
-                f"part: {part} of {entry} lies between the places of {found.dtype}: read it as bytes"
+                f"part: {part} of {entry} is not aligned to {found.dtype}: read it as bytes"
             ) from None
         return typed.view(*typed.shape[:2], *found.shape)
 
     def _part(self, entry: Entry, name: str) -> tuple[TensorSpec, int, int]:
-        """A part of an entry, where in a page the first one begins, and how far the next is."""
+        """Return a part of an entry, its first offset in a page, and its stride between entries, in bytes."""
         for parts, begin, stride in (
             (entry.parts, 0, entry.data_bytes),
             (entry.scales, self.entries_per_page * entry.data_bytes, entry.scale_bytes),
@@ -109,29 +107,29 @@ class EntryPool:
                     return part, begin, stride
                 begin += part.num_bytes
         names = ", ".join(repr(part.name) for part in (*entry.parts, *entry.scales))
-        raise ArgumentError(f"part: {entry.name} has no {show(name)}, only {names}")
+        raise ArgumentError(f"part: entry {entry.name} has no part {show(name)}: the parts are {names}")
 
     def memory_bytes(self) -> int:
-        """Bytes of all pages, page 0 included. O(layers)."""
+        """Bytes of all pages, page 0 included."""
         return sum(math.prod(tensor.shape) for tensors in self.pages.values() for tensor in tensors)
 
     def check(self) -> None:
-        """Verify invariant 6. O(layers). Errors: InvariantError."""
+        """Verify invariant 6. Errors: InvariantError."""
         if self._addresses() != self._at:
-            raise InvariantError(6, "pages of entries have moved")
+            raise InvariantError(6, "a tensor of pages has moved")
 
     def _addresses(self) -> dict[str, list[int]]:
         return {name: [tensor.data_ptr() for tensor in tensors] for name, tensors in self.pages.items()}
 
 
 def _checked(entries: object) -> dict[str, Entry]:
-    """Entries by their names, or a ConfigError."""
+    """Return entries by name. Errors: ConfigError."""
     if isinstance(entries, str) or not isinstance(entries, Sequence) or not entries:
-        raise ConfigError("entries: give at least one Entry, in a list")
+        raise ConfigError("entries: give a list of at least one Entry")
     for entry in entries:
         if not isinstance(entry, Entry):
             raise ConfigError(f"entries: give an Entry, not {type(entry).__name__}")
     named = {entry.name: entry for entry in entries}
     if len(named) < len(entries):
-        raise ConfigError(f"entries: two are named alike: {', '.join(entry.name for entry in entries)}")
+        raise ConfigError(f"entries: names must differ: {', '.join(entry.name for entry in entries)}")
     return named

@@ -1,4 +1,4 @@
-"""Keys and values of token-addressed layers, by slot."""
+"""Keys and values by slot, for layers that keep every token. In: slots and tensors; out: buffers, copies."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, *kernels.FP8_DTYPES)
 
 
 class TokenPool:
-    """K and V of `num_layers` layers with one geometry: one tensor a layer and side.
+    """Keys and values of `num_layers` layers with one geometry: one K and one V tensor per layer.
 
-    Each is [(num_pages + 1) * page_tokens, heads, dim]: page 0 is padding, a slot is page * page_tokens +
-    offset, one slot is valid in all layers. `k_shape` and `v_shape` are (heads, dim); without
-    `v_shape` there are only keys (latent attention). Tensors are zeros, never move, and may be
-    supplied as `k_buffer` and `v_buffer`: contiguous, of exactly that shape, dtype and device.
+    Each is [(num_pages + 1) * page_tokens, heads, dim]. Page 0 is padding; slot = page id * page_tokens +
+    offset, and a slot is valid in all layers. `k_shape` and `v_shape` are (heads, dim); without `v_shape`
+    there are only keys (latent attention). Tensors are zeros at first and never move. The caller may supply
+    them as `k_buffer` and `v_buffer`: contiguous, of exactly that shape, dtype and device.
 
-    fp8 pools store value / scale, with a scale a layer and side.
+    fp8 pools store value / scale, with one scale per layer for K and one for V.
 
     Errors: ConfigError, naming the argument.
     """
@@ -71,7 +71,7 @@ class TokenPool:
         self.num_layers = count(num_layers, "num_layers")
         self.num_slots = (self.num_pages + 1) * self.page_tokens
         if self.num_slots > 2**31 - 1:
-            raise ConfigError(f"{self.num_slots} slots pass 2^31: give fewer pages")
+            raise ConfigError(f"num_pages, page_tokens: {self.num_slots} slots exceed 2^31: give fewer pages")
         if dtype not in DTYPES:
             raise ConfigError(f"dtype: give one of {', '.join(map(str, DTYPES))}, not {dtype}")
         self.dtype = dtype
@@ -81,14 +81,14 @@ class TokenPool:
         self.k_scale = self._scales(k_scale, "k_scale")
         self.v_scale = self._scales(v_scale, "v_scale")
         if self.v_shape is None and v_buffer is not None:
-            raise ConfigError("v_buffer: this pool has no values: give v_shape too")
+            raise ConfigError("v_buffer: this pool has no values: give v_shape, too, or no v_buffer")
         pinned = bool(pin_memory) and self.device.type == "cpu" and torch.cuda.is_available()
         self.k_buffer = self._buffers(self.k_shape, k_buffer, "k_buffer", pinned)
         self.v_buffer = (
             [] if self.v_shape is None else self._buffers(self.v_shape, v_buffer, "v_buffer", pinned)
         )
         self._staging = staging_of(self.device, staging)
-        # K, V, K, V, ...: every buffer as bytes by page, and where it begins.
+        # K, V, K, V, ...: every buffer as bytes by page, and its address.
         sides = [self.k_buffer, self.v_buffer] if self.v_buffer else [self.k_buffer]
         with torch.inference_mode(False):
             self._pages = [
@@ -106,17 +106,17 @@ class TokenPool:
         if scales is None:
             return [1.0] * self.num_layers
         if self.dtype not in kernels.FP8_DTYPES:
-            raise ConfigError(f"{name}: only fp8 pools have scales, not {self.dtype}")
+            raise ConfigError(f"{name}: only fp8 pools have scales, and this one is {self.dtype}: give None")
         try:
-            values = [float(operator.truediv(scale, 1)) for scale in scales]  # numbers, not their text
+            values = [float(operator.truediv(scale, 1)) for scale in scales]  # refuses strings
         except (TypeError, ValueError, OverflowError):
-            raise ConfigError(f"{name}: give one number a layer") from None
+            raise ConfigError(f"{name}: give one number per layer") from None
         if len(values) != self.num_layers:
-            raise ConfigError(f"{name} has {len(values)} entries for {self.num_layers} layers")
+            raise ConfigError(f"{name} has {len(values)} scales for {self.num_layers} layers: give one each")
         with np.errstate(over="ignore"):
             used = np.array(values).astype(np.float32)  # what kernels divide by
         if not np.isfinite(used).all() or not (used > 0).all():
-            raise ConfigError(f"{name}: scales are finite and above 0 in float32, not {values}")
+            raise ConfigError(f"{name}: give scales that are finite and above 0 in float32, not {values}")
         return values
 
     def _buffers(
@@ -126,7 +126,7 @@ class TokenPool:
         if given is None:
             return [filled(whole, self.dtype, self.device, pinned=pinned) for _ in range(self.num_layers)]
         if not isinstance(given, (list, tuple)) or len(given) != self.num_layers:
-            raise ConfigError(f"{name}: give a list of {self.num_layers} tensors, one a layer")
+            raise ConfigError(f"{name}: give a list of {self.num_layers} tensors, one per layer")
         for layer, buffer in enumerate(given):
             require_buffer(buffer, whole, self.dtype, self.device, f"{name}[{layer}]")
         return list(given)
@@ -142,10 +142,10 @@ class TokenPool:
         v_scale: Sequence[float] | None = None,
         staging: Staging | None = None,
     ) -> TokenPool:
-        """The pool of a group of layers: its page has the bytes that the group says.
+        """Allocate the pool of a group. Layers are numbered from 0 in the order of `group.layers`.
 
-        Layers are numbered from 0 in the order of `group.layers`. Cost: that of the memory. Errors:
-        ConfigError, also for what is not plain keys and values: compressed entries, scales, indexer keys.
+        Errors: ConfigError, also for groups that store more than plain keys and values: compressed entries,
+        scales, indexer keys.
         """
         if not isinstance(group, PagedGroup):
             raise ConfigError(f"group: give a PagedGroup of a Layout, not {type(group).__name__}")
@@ -176,26 +176,26 @@ class TokenPool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page of all layers, K and V: what `pack` writes for it. O(1)."""
+        """Bytes of one page in all layers, K and V: what `pack` writes per page."""
         return sum(pages.shape[1] for pages in self._pages)
 
     def memory_bytes(self) -> int:
-        """Bytes of all buffers, the padding page included. O(1)."""
+        """Bytes of all buffers, the padding page included."""
         return self.page_bytes * (self.num_pages + 1)
 
     def store(self, layer: int, slots: AnyIds, keys: torch.Tensor, values: torch.Tensor | None) -> None:
         """Write keys and values of n tokens to n slots of a layer.
 
-        `slots` has any shape. Leading dimensions of keys and values hold n elements, trailing ones
-        heads × dim: [n, h, d], [b, s, h, d] and [n, h*d] all work, in any float dtype and stride. Slot −1
-        is not written; slots of page 0 are padding. Of tokens with one slot any may win. On CUDA keys and
-        values must not lie in slots that the call writes. Several threads may call; each call writes
-        K and V together. Cost: on CUDA one launch for both, at memory speed, which can be captured once
-        a call before has compiled it.
+        `slots` may have any shape. The leading dimensions of keys and values cover n tokens, the trailing
+        ones heads × dim: [n, h, d], [b, s, h, d] and [n, h*d] all work, with any float dtype and strides.
+        Slot −1 is not written; slots of page 0 are padding. If several tokens have the same slot, any may
+        win. On CUDA, keys and values must not overlap slots that the call writes. Thread-safe: each call
+        writes K and V together. Cost: on CUDA one launch for both, at memory speed, which can be captured
+        once an earlier call has compiled it.
 
-        Slots on the host are checked; a device tensor is not, since that would read it back: slots
-        out of range in it are not written. Errors: ArgumentError, OutOfRangeError; CaptureError for
-        host slots on CUDA.
+        Slots on the host are checked. Slots in a device tensor are not, since that would read them back:
+        those out of range are not written. Errors: ArgumentError, OutOfRangeError; CaptureError for host
+        slots on CUDA.
         """
         at = layer_number(layer, self.num_layers)
         on_device = self._staging.send_ids(slots, "slots", -1, self.num_slots - 1, any_shape=True)
@@ -204,7 +204,7 @@ class TokenPool:
         v_pool = None
         if self.v_shape is None:
             if values is not None:
-                raise ArgumentError("values: this pool has keys only: give None")
+                raise ArgumentError("values: this pool has no values: give None")
         else:
             if values is None:
                 raise ArgumentError("values: this pool has values: give a tensor")
@@ -218,19 +218,17 @@ class TokenPool:
     def gather(
         self, slots: AnyIds, out_k: Sequence[torch.Tensor], out_v: Sequence[torch.Tensor] | None = None
     ) -> None:
-        """Copy keys and values of n tokens of all layers into tensors of the caller.
+        """Copy keys and values of n tokens of all layers into the caller's tensors.
 
-        `out_k` and `out_v` are lists of one tensor a layer; pools of keys alone take no `out_v`. Each is
-        contiguous, in the pool's dtype and on its device, and of any shape with n × heads × dim elements:
-        [n, h, d], or [b, s, h, d] for slots [b, s]. Slot −1 gives zeros, so that batches are padded; slots of
-        page 0 give what lies there. fp8 comes as it is stored, value / scale. No output lies in the
-        pool or in another. Several threads may call. Cost: on CUDA one small copy of addresses
-        and host slots and one launch at copy speed; on the CPU a copy a layer and side, at best where
-        slots run through whole pages.
+        `out_k` and `out_v` are lists of one tensor per layer; pools without values take no `out_v`. Each is
+        contiguous, in the pool's dtype, on its device, and of any shape with n × heads × dim elements:
+        [n, h, d], or [b, s, h, d] for slots [b, s]. Slot −1 gives zeros, for padded batches; slots of page 0
+        give whatever is stored there. fp8 comes as it is stored, value / scale. Outputs must not overlap the
+        pool or each other. Thread-safe. Cost: on CUDA one small copy of addresses and host slots and one
+        launch at copy speed; on the CPU two copies per layer, fastest where slots cover whole pages.
 
-        Slots on the host are checked; a device tensor is not: slots out of range in it give zeros.
-        Errors: ArgumentError, OutOfRangeError; CaptureError, since addresses have to be sent. A call that
-        raises has written nothing.
+        Slots on the host are checked. Slots in a device tensor are not: those out of range give zeros.
+        Errors: ArgumentError, OutOfRangeError; CaptureError, since addresses have to be sent.
         """
         if is_unread(slots, self.device):
             on_device = unread_ids(slots, "slots", any_shape=True)
@@ -245,12 +243,12 @@ class TokenPool:
             gather(on_device, self._pages, self._addresses, self.page_tokens, outs, out_addresses)
 
     def pack(self, page_ids: AnyIds, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy pages of all layers into one buffer: [n, page_bytes] uint8, a page's bytes together.
+        """Copy pages of all layers into one buffer: [n, page_bytes] uint8, one page after the other.
 
-        Layer after layer, K before V, each [page_tokens, heads, dim] in the pool's dtype. `out` is the
-        caller's, contiguous on the pool's device, or made here. Cost: one launch at copy speed.
-        Errors: ArgumentError; OutOfRangeError for ids on the host; CaptureError when something has
-        to be made inside a capture.
+        A page is packed layer by layer, K before V, each [page_tokens, heads, dim] in the pool's dtype. `out`
+        is the caller's, contiguous on the pool's device; without it, a tensor is allocated. Cost: one launch
+        at copy speed. Errors: ArgumentError; OutOfRangeError for ids on the host; CaptureError if the call
+        has to allocate or send something during a capture.
         """
         ids = self._staging.send_ids(page_ids, "page_ids", 0, self.num_pages)
         if out is None:
@@ -262,9 +260,9 @@ class TokenPool:
         return out
 
     def unpack(self, page_ids: AnyIds, packed: torch.Tensor) -> None:
-        """Copy what `pack` gave into these pages of all layers. Cost and errors as for `pack`.
+        """Copy the output of `pack` into these pages of all layers. Cost and errors are those of `pack`.
 
-        A page that stands twice gets either content.
+        A page id that is duplicated gets the content of any of its copies.
         """
         ids = self._staging.send_ids(page_ids, "page_ids", 0, self.num_pages)
         checked = self._packed(packed, ids.shape[0], "packed")
@@ -274,11 +272,11 @@ class TokenPool:
     def copy_pages(self, source: AnyIds, target: AnyIds, *, is_disjoint: bool = False) -> None:
         """Copy page source[i] of all layers to page target[i].
 
-        All sources are read before a target is written. Cost: one launch at copy speed where no
-        page is both source and target, else two and room for the copied pages. Ids on the host are looked at
-        to know; for those in device tensors `is_disjoint` is the caller's word, and with it the call can be
-        captured. Errors: ArgumentError when lengths differ or a target stands twice on the host;
-        OutOfRangeError for ids on the host; CaptureError as for `pack`.
+        All sources are read before any target is written. Cost: one launch at copy speed if no page is both
+        source and target, else two launches and memory for the copied pages. The call finds that out for ids
+        on the host; for device tensors the caller may promise it with `is_disjoint`, and then the call can be
+        captured. Errors: ArgumentError if lengths differ or host ids have a duplicate target;
+        OutOfRangeError for ids on the host; CaptureError as in `pack`.
         """
         if is_unread(source, self.device) or is_unread(target, self.device):
             read, written = (
@@ -292,12 +290,12 @@ class TokenPool:
             require_range(written_ids, 0, self.num_pages, "target", "target")
             _require_pairs(read_ids.size, written_ids.size)
             if np.unique(written_ids).size != written_ids.size:
-                raise ArgumentError("target: a page stands twice")
+                raise ArgumentError("target has a duplicate: give each page once")
             is_disjoint = not np.isin(read_ids, written_ids).any()
             read, written = self._staging.send(read_ids, written_ids)
         room = None
         if not is_disjoint:
-            refuse_capture(self.device, "copy_pages of pages that may be source and target")
+            refuse_capture(self.device, "copy_pages without is_disjoint=True")
             room = torch.empty(read.shape[0], self.page_bytes, dtype=torch.uint8, device=self.device)
         with self._lock:
             if room is None:
@@ -307,11 +305,11 @@ class TokenPool:
                 kernels.unpack(written, self._pages, self._addresses, room)
 
     def _outs(self, out_k: Any, out_v: Any, n: int) -> tuple[list[torch.Tensor], npt.NDArray[np.int64]]:
-        """Outputs for n tokens in the order of `_pages`, and where they begin. Errors: ArgumentError."""
+        """Return the outputs in the order of `_pages`, and their addresses. Errors: ArgumentError."""
         self._require_outs(out_k, n, self.k_shape, "out_k")
         if self.v_shape is None:
             if out_v is not None:
-                raise ArgumentError("out_v: this pool has keys only: give None")
+                raise ArgumentError("out_v: this pool has no values: give None")
             outs = list(out_k)
         else:
             self._require_outs(out_v, n, self.v_shape, "out_v")
@@ -326,27 +324,27 @@ class TokenPool:
 
     def _require_outs(self, outs: Any, n: int, shape: tuple[int, int], name: str) -> None:
         if not isinstance(outs, (list, tuple)) or len(outs) != self.num_layers:
-            raise ArgumentError(f"{name}: give a list of {self.num_layers} tensors, one a layer")
+            raise ArgumentError(f"{name}: give a list of {self.num_layers} tensors, one per layer")
         wanted = n * shape[0] * shape[1]
         for layer, out in enumerate(outs):
             if not isinstance(out, torch.Tensor) or out.dtype != self.dtype or out.device != self.device:
                 raise ArgumentError(f"{name}[{layer}]: give a tensor of {self.dtype} on {self.device}")
             if out.layout != torch.strided or not out.is_contiguous() or out.is_neg():
-                raise ArgumentError(f"{name}[{layer}] is not contiguous, or is negated: give plain memory")
+                raise ArgumentError(f"{name}[{layer}]: give a contiguous tensor without a lazy negation")
             if out.numel() != wanted:
                 raise ArgumentError(
-                    f"{name}[{layer}] has shape {tuple(out.shape)}: {n} tokens of {shape[0]} heads of "
-                    f"{shape[1]} are {wanted} elements"
+                    f"{name}[{layer}] has shape {tuple(out.shape)}: give {wanted} elements, {n} tokens of "
+                    f"{shape[0]} heads of {shape[1]}"
                 )
 
     def _is_in_pool(self, begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> bool:
-        """Whether one of these stretches of memory overlaps a buffer."""
+        """Whether one of these ranges of addresses overlaps a buffer."""
         at = np.array(self._at, dtype=np.int64)
         sizes = [buffer.nbytes for buffer in (*self.k_buffer, *self.v_buffer)]
         return bool(((begins[:, None] < at + sizes) & (at < ends[:, None])).any())
 
     def check(self) -> None:
-        """Verify invariant 6. O(layers). Errors: InvariantError."""
+        """Verify invariant 6. Errors: InvariantError."""
         if [buffer.data_ptr() for buffer in (*self.k_buffer, *self.v_buffer)] != self._at:
             raise InvariantError(6, "a buffer of the pool has moved")
         self._staging.check()
@@ -373,7 +371,9 @@ def _overlap_each_other(begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int6
 
 def _require_pairs(num_sources: int, num_targets: int) -> None:
     if num_sources != num_targets:
-        raise ArgumentError(f"source has {num_sources} pages and target {num_targets}: give one a page")
+        raise ArgumentError(
+            f"source has {num_sources} pages and target {num_targets}: give one source per target"
+        )
 
 
 def _geometry(shape: tuple[int, int], name: str) -> tuple[int, int]:
@@ -385,16 +385,16 @@ def _geometry(shape: tuple[int, int], name: str) -> tuple[int, int]:
 
 
 def _require_rows(rows: Any, n: int, shape: tuple[int, int], device: torch.device, name: str) -> None:
-    """An ArgumentError unless some split of the dimensions gives n elements before and heads × dim behind."""
+    """Raise an ArgumentError unless the dimensions split into leading n tokens and trailing heads × dim."""
     if not isinstance(rows, torch.Tensor) or not rows.is_floating_point() or rows.layout != torch.strided:
         found = f"{rows.layout} of {rows.dtype}" if isinstance(rows, torch.Tensor) else type(rows).__name__
         raise ArgumentError(f"{name}: give a dense tensor of floats, not {found}")
     if rows.device != device:
-        raise ArgumentError(f"{name} is on {rows.device} and the pool on {device}")
+        raise ArgumentError(f"{name} is on {rows.device} and the pool on {device}: move it there")
     width = shape[0] * shape[1]
     splits = range(rows.dim() + 1)
     if not any(math.prod(rows.shape[:s]) == n and math.prod(rows.shape[s:]) == width for s in splits):
         raise ArgumentError(
-            f"{name} has shape {tuple(rows.shape)}: its leading dimensions should hold {n} tokens "
-            f"and its trailing ones {shape[0]} heads of {shape[1]}"
+            f"{name} has shape {tuple(rows.shape)}: give leading dimensions of {n} tokens and trailing ones "
+            f"of {shape[0]} heads of {shape[1]}"
         )

@@ -18,8 +18,8 @@ __all__ = ["Layer"]
 class Layer:
     """Where layer `number` of the model keeps its keys and values: layer `index` of its group's pool.
 
-    A layer that shares another's keys and values (`source` is that layer's number) has the buffers of that
-    one, and stores nothing itself.
+    A layer that shares the keys and values of another (`source` is that layer's number) has that layer's
+    buffers and stores nothing itself.
     """
 
     number: int
@@ -30,29 +30,29 @@ class Layer:
 
     @property
     def keys(self) -> torch.Tensor:
-        """[num_slots, kv_heads, k_dim]: keys by slot. Latent attention keeps latents, with one head."""
+        """[num_slots, kv_heads, k_dim]: keys by slot. In latent attention, latents with one head."""
         return self.pool.k_buffer[self.index]
 
     @property
     def values(self) -> torch.Tensor | None:
-        """[num_slots, kv_heads, v_dim]: values by slot; None where a latent stands for both."""
+        """[num_slots, kv_heads, v_dim]: values by slot. In latent attention, None."""
         return self.pool.v_buffer[self.index] if self.pool.v_buffer else None
 
     @property
     def k_scale(self) -> float:
-        """What an fp8 key is multiplied by when it is read; 1 in other pools."""
+        """The factor of an fp8 key when it is read; 1 in other pools."""
         return self.pool.k_scale[self.index]
 
     @property
     def v_scale(self) -> float:
-        """What an fp8 value is multiplied by when it is read; 1 in other pools."""
+        """The factor of an fp8 value when it is read; 1 in other pools."""
         return self.pool.v_scale[self.index]
 
     def store(self, batch: Batch, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
         """Write the keys and values of a batch's tokens to their slots, in one launch.
 
-        keys, values: [tokens, …] as `TokenPool.store` takes them, one row for each token of the batch, its
-        padding included or not. Errors: ArgumentError, also for a layer that shares another's.
+        keys, values: [tokens, …] as `TokenPool.store` takes them, for each token of the batch, with or
+        without its padding. Errors: ArgumentError, also for a layer that shares another's keys and values.
         """
         if self.source != self.number:
             raise ArgumentError(

@@ -1,4 +1,4 @@
-"""The tensors of one rank, and the carrying out of deltas. In: a layout, deltas; out: pages, tables, batches.
+"""The tensors of one rank, which carries out deltas. In: a layout, deltas; out: pages, tables, batches.
 
 A manager plans for all ranks at once; each rank has one `Pools` and applies every delta to it, in order.
 Owns the pools and tables of all groups. Invariant 6.
@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
 
 from pagoda import kernels
@@ -28,7 +27,7 @@ from pagoda.pools._staging import Staging, current_stream, staging_of
 
 __all__ = ["Pools"]
 
-STEP_TOKENS = 8192  # tokens per step, where the caller does not say
+STEP_TOKENS = 8192  # default of max_step_tokens
 
 
 class Pools:
@@ -37,16 +36,17 @@ class Pools:
     `layout` is the rank's (`layout.shard(n)`); `capacity`, `num_rows` and `max_tokens` are those of the
     manager, so that its ids and places mean the same on every rank. `pools[name]` is a group's TokenPool,
     `pools.layer(n)` a layer of the model, `tables[name]` a group's table, [num_rows + 1, max_pages] int32:
-    row 0 is padding, id 0 is no page, and what stands behind a row's length is stale. Tables are views of
-    `flat_table`, one after the other in the order of the groups, so that the writes of a delta are one
-    launch. Tensors begin as zeros and never move.
+    row 0 is padding, id 0 means no page, and places beyond a row's length are stale. Tables are views of
+    `flat_table`, one after the other in the order of the groups, so that one launch makes all writes of a
+    delta. Tensors are zeros at first and never move.
 
-    `max_step_tokens` is the most tokens that one step computes. `kernel_page_tokens` gives the page size of
-    kernels by group, where it is smaller than the group's; `max_indices` the room for page indices by
-    group, by default for all rows at their longest; `buffers` the caller's own tensors for a batch, by name
-    (`positions`, `full.slot_mapping`, …). `k_scale` and `v_scale` have the scales of fp8 groups, by name.
+    `max_step_tokens` is the most tokens that one step computes. These arguments are mappings by group name:
+    `kernel_page_tokens`, the page size of kernels where it is smaller than the group's; `max_indices`, the
+    most page indices of a batch, by default enough for all rows at their longest; `k_scale` and `v_scale`,
+    the scales of fp8 groups. `buffers` has the caller's own tensors for batches by name (`positions`,
+    `full.slot_mapping`, …).
 
-    Errors: ConfigError, also for groups that a TokenPool does not hold and for layouts with states.
+    Errors: ConfigError, also for groups that a TokenPool cannot hold and for layouts with states.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Pools:
         shapes = [(self.num_rows + 1, geometry.max_pages) for geometry in geometries]
         sizes = [rows * columns for rows, columns in shapes]
         self.flat_table = filled((sum(sizes),), torch.int32, self.device)
-        with torch.inference_mode(False):  # also where pools are made under it, they are written outside
+        with torch.inference_mode(False):  # tables are written outside of it
             parts = self.flat_table.split(sizes)
             self.tables = {
                 name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)
@@ -117,16 +117,16 @@ class Pools:
         self._layers = _layers_of(layout, self.pools)
         self._at = self._addresses()
         self._in_order = tuple(self.pools.values())
-        # The last delta applied, what was found in it, and where it was sent.
+        # The delta that was applied last, what was found in it, and its copy on the device.
         self._applied: tuple[Delta, Any, torch.Tensor | None] | None = None
-        self._rooms: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # where deltas are sent to
+        self._rooms: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # device memory for deltas
         self._step = 0
         self._lock = threading.RLock()
 
     def __getitem__(self, name: str) -> TokenPool:
         if name not in self.pools:
             names = ", ".join(self.pools)
-            raise ArgumentError(f"name: there is no group {str(name)[:40]!r}, only {names}")
+            raise ArgumentError(f"name: there is no group {str(name)[:40]!r}: the groups are {names}")
         return self.pools[name]
 
     def __repr__(self) -> str:
@@ -135,14 +135,14 @@ class Pools:
 
     @property
     def step(self) -> int:
-        """The step of the last delta applied, 0 before the first. O(1)."""
+        """The step of the last delta applied; 0 before the first."""
         return self._step
 
     def layer(self, n: int) -> Layer:
-        """Layer n of the model: its group, its place in the group's pool, and its buffers.
+        """Return layer n of the model: its group, its index in the group's pool, and its buffers.
 
-        A layer that shares another's keys and values has that one's. Errors: ArgumentError for a number that
-        the model has not, or a layer that keeps no pages.
+        A layer that shares the keys and values of another has that layer's. Errors: ArgumentError for a
+        number that the model does not have, or a layer that stores no pages.
         """
         at = number(n, "n")
         if at >= len(self._layers):
@@ -151,31 +151,31 @@ class Pools:
             )
         found = self._layers[at]
         if found is None:
-            raise ArgumentError(f"n: layer {at} keeps no pages")
+            raise ArgumentError(f"n: layer {at} stores no pages")
         return found
 
     def apply(self, delta: Delta, stream: torch.cuda.Stream | None = None) -> None:
         """Carry out one step's page copies and table writes, on `stream` or the current one.
 
-        Every delta of the manager, once, in the order of `Manager.plan`. It is looked through on the host
-        before anything changes. Page copies read all sources before a target is written.
+        Apply every delta of the manager once, in the order of `Manager.plan`. The delta is checked on the
+        host before anything changes. Page copies read all sources before any target is written.
 
-        What the stream runs next sees all of it, and what it still runs of earlier steps comes before: on one
-        stream nobody has to wait. Another stream serves too, because rows and pages come back only behind
-        fences: nothing that a running step reads is written. It has to wait for the steps that computed the
-        sources of page copies, and the next step for this call, by events. Several threads may call.
+        On a single stream nothing has to wait: work of earlier steps runs before the call, later work sees
+        its writes. `stream` may be another one, because rows and pages are reused only after a fence, so
+        nothing that a running step reads is written. Then, with events, let `stream` wait for the steps that
+        computed the sources of page copies, and the next step wait for `stream`. Thread-safe.
 
-        Cost: on CUDA one asynchronous copy of the delta, one launch for all table writes, and one for each
-        group with page copies (two, and memory for the pages, where a page is source and target). Nothing
-        else is allocated on the device once a delta as large was applied on the stream. No synchronisation.
-        Errors: ArgumentError for a delta out of order, of other groups, with a page that is copied to twice,
-        or for a stream of another device; OutOfRangeError for a row, place or page that does not exist;
-        CaptureError.
+        Cost: on CUDA one asynchronous copy of the delta, one launch for all table writes, and one per group
+        with page copies (two, and memory for the pages, if a page is both source and target). Nothing else
+        is allocated on the device once a delta of the same size was applied on the stream. No
+        synchronisation. Errors: ArgumentError for a delta that is out of order, of other groups or with a
+        duplicate copy target, or for a stream of another device; OutOfRangeError for a row, place or page
+        that does not exist; CaptureError.
         """
         if not isinstance(delta, Delta):
             raise ArgumentError(f"delta: give what Manager.plan returned, not {type(delta).__name__}")
         with self._lock, self._on(stream):
-            packed = np.ascontiguousarray(delta.packed, dtype=np.int32)
+            packed = delta.packed
             found = self._rank.check(packed, self._step + 1)
             refuse_capture(self.device, "apply")
             num_rows, _, _, _, _, num_writes, places, page_ids, copies = found
@@ -193,18 +193,19 @@ class Pools:
             self._step += 1
 
     def batch(self, delta: Delta, *, pad_to: int | tuple[int, int] | None = None) -> Batch:
-        """What kernels read about the step of a delta that was applied last, in buffers that never move.
+        """Fill the buffers that kernels read about a step, and return them. They never move.
 
-        `pad_to` is the least number of rows and of tokens that the tensors have, or a pair of both: what a
-        graph was captured for. On the stream that the delta was applied on.
+        `delta` is the one that was applied last. `pad_to` is the least number of rows and of tokens in the
+        tensors, or a pair (rows, tokens): the sizes that a graph was captured with. Call it with the stream
+        of `apply` current.
 
-        Cost: on CUDA two launches for all groups; nothing is allocated, nothing waits, and the numbers are
-        there for what the stream runs next. Errors: ArgumentError for a delta that is not the last one
-        applied, or more rows or tokens than the pools were made for; CaptureError.
+        Cost: on CUDA two launches for all groups, no allocation, no synchronisation. Errors: ArgumentError
+        for a delta that is not the last one applied, or more rows or tokens than the pools were made for;
+        CaptureError.
         """
         with self._lock:
             if not self._is_last(delta):
-                last = "none was applied yet" if self._applied is None else f"that was step {self._step}"
+                last = "none was applied yet" if self._applied is None else f"step {self._step}"
                 raise ArgumentError(f"delta: give the one that was applied last ({last})")
             assert self._applied is not None
             _, found, sent = self._applied
@@ -219,20 +220,20 @@ class Pools:
     def _padded(self, num_rows: int, num_tokens: int, pad_to: Any) -> Sizes:
         if num_tokens > self.max_step_tokens:
             raise ArgumentError(
-                f"delta: its step computes {num_tokens} tokens, more than these pools' max_step_tokens = "
-                f"{self.max_step_tokens}"
+                f"delta: its step computes {num_tokens} tokens, more than max_step_tokens = "
+                f"{self.max_step_tokens}: plan fewer, or make Pools with more"
             )
         if pad_to is None:
             return Sizes(num_rows, num_tokens)
         pair = pad_to if isinstance(pad_to, tuple) else (pad_to, pad_to)
         if len(pair) != 2:
-            raise ArgumentError("pad_to: give a number, or a pair of rows and tokens")
+            raise ArgumentError("pad_to: give a number, or a pair (rows, tokens)")
         least_rows, least_tokens = (number(each, "pad_to") for each in pair)
         padded = Sizes(max(num_rows, least_rows), max(num_tokens, least_tokens))
         if padded.rows > self.num_rows or padded.tokens > self.max_step_tokens:
             raise ArgumentError(
-                f"pad_to: {padded.rows} rows and {padded.tokens} tokens are more than these pools' "
-                f"{self.num_rows} rows and {self.max_step_tokens} tokens per step"
+                f"pad_to: {padded.rows} rows and {padded.tokens} tokens exceed num_rows = {self.num_rows} or "
+                f"max_step_tokens = {self.max_step_tokens}"
             )
         return padded
 
@@ -240,16 +241,16 @@ class Pools:
         return self._applied is not None and self._applied[0] is delta
 
     def reset(self, step: int = 0) -> None:
-        """Follow the manager from behind this step on: from step 1 after its `reset`.
+        """Expect the delta of step + 1 next. Call it without an argument after `Manager.reset`.
 
-        Where no row runs any more, a rank that has missed deltas can join again so, too. Tables and pages
-        keep what they hold: no row and no hit of the manager leads there. Errors: ArgumentError.
+        When no row is running, it also lets a rank that missed deltas join again. Tables and pages keep their
+        old contents, which no row or hit of the manager refers to. Errors: ArgumentError.
         """
         with self._lock:
             self._step, self._applied = number(step, "step"), None
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor on the device: pages, tables and the buffers of batches."""
+        """Return every tensor on the device: pages, tables and the buffers of batches."""
         pages = [buffer for pool in self.pools.values() for buffer in (*pool.k_buffer, *pool.v_buffer)]
         return [*pages, self.flat_table, *self._buffers.tensors.values()]
 
@@ -271,7 +272,7 @@ class Pools:
         return [self.flat_table.data_ptr(), *(table.data_ptr() for table in self.tables.values())]
 
     def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """Makes a stream of this device the current one, and the device, where they are not."""
+        """Make the stream and its device current, if they are not."""
         if stream is None:
             return kernels.on_device(self.device)
         if not isinstance(stream, torch.cuda.Stream) or stream.device != self.device:
@@ -289,9 +290,9 @@ def _groups_of(layout: Any) -> tuple[PagedGroup, ...]:
     if not isinstance(layout, Layout):
         raise ConfigError(f"layout: give a Layout, not {type(layout).__name__}")
     if layout.state_group is not None:
-        raise ConfigError("layout: it has states, and Pools hold paged groups only")
+        raise ConfigError("layout: it has a state group, and Pools hold paged groups only: use StatePool")
     if not layout.paged_groups:
-        raise ConfigError("layout: it stores nothing")
+        raise ConfigError("layout: it has no paged group, so there is nothing to store")
     return layout.paged_groups
 
 
@@ -318,16 +319,16 @@ def _geometries(
         size = count(sizes.get(group.name, group.page_tokens), f"kernel_page_tokens of {group.name}")
         if group.page_tokens % size:
             raise ConfigError(
-                f"kernel_page_tokens of {group.name}: {size} does not divide its pages of "
-                f"{group.page_tokens} tokens"
+                f"kernel_page_tokens of {group.name}: give a divisor of the group's page_tokens = "
+                f"{group.page_tokens}, not {size}"
             )
         max_pages = -(-max_tokens // group.page_tokens)
         width = max_pages * (group.page_tokens // size)
         most = count(limits.get(group.name, num_rows * width), f"max_indices of {group.name}")
         if num_rows * width > 2**31 - 1 or most > 2**31 - 1:
             raise ConfigError(
-                f"page tables of {num_rows} rows of {max_tokens} tokens exceed 2^31 entries: give fewer rows "
-                "or tokens"
+                f"num_rows = {num_rows} and max_tokens = {max_tokens}: page tables exceed 2^31 places: give "
+                "fewer rows or tokens"
             )
         found.append(Geometry(group, max_pages, size, most))
     return found

@@ -1,9 +1,9 @@
-"""Host arrays to the device, without waiting for it.
+"""Copies of host arrays to a device, without waiting for it. In: numpy arrays; out: device tensors.
 
-A copy to a GPU is asynchronous only from pinned memory, and reads that memory later than the call
-that asked for it. `Staging` has one pinned buffer per stream and writes to a place of it again only when the
-event behind the copies out of it has come (invariant 7). When copies in flight fill a buffer, a larger one
-takes over: the host does not wait for them, only for the system to pin the memory.
+A copy to a GPU is asynchronous only from pinned memory, and reads that memory after the call has returned.
+`Staging` has one pinned buffer per stream and overwrites a part of it only when an event shows that the
+copies from it are done (invariant 7). When copies in flight fill a buffer, a larger one replaces it: the host
+waits only for the system to pin the memory, never for the copies.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from pagoda.pools._arguments import (
 __all__ = ["Staging", "current_stream", "staging_of"]
 
 _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64, np.dtype(np.uint8): torch.uint8}
-ALIGN = 16  # bytes; every array can be viewed as its dtype
+ALIGN = 16  # bytes; aligned for every dtype
 
 
-# The handle of a device's current stream. torch.cuda.current_stream costs 7 µs of host time, the call
-# under it, which Triton and torch's own compiler use, 0.1 µs.
+# The handle of a device's current stream. torch.cuda.current_stream costs 7 µs of host time, this call, which
+# Triton and torch's own compiler use, 0.1 µs.
 current_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
@@ -48,7 +48,7 @@ def aligned(num_bytes: int) -> int:
 
 
 class Event(Protocol):
-    """Recorded behind work that was asked of a device; has come when that work is done."""
+    """A marker after work that was queued on a device; it has passed when that work is done."""
 
     def record(self) -> None: ...
     def query(self) -> bool: ...
@@ -68,22 +68,22 @@ class _StreamEvent:
 
 
 def _pinned_bytes(num_bytes: int) -> torch.Tensor:
-    # On the CPU whatever the default device is, and to be written outside of inference_mode too.
+    # On the CPU whatever the default device is, and writable outside of inference_mode.
     with torch.inference_mode(False):
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 class Lane:
-    """The pinned buffer of one stream. Places are handed out in order, segment after segment.
+    """The pinned buffer of one stream. Memory is handed out in order, segment by segment.
 
     ::
 
         | segment 0 | segment 1 | segment 2 | segment 3 |
           in flight   current      in flight   in flight
-                      ▲ begin … next: its copies are not yet behind an event
+                      ▲ begin … next: no event follows these copies yet
 
-    An event is recorded when a segment is left, behind all copies out of it, so that a send needs none: 8 µs
-    of host time on one machine. A segment is entered again when its event has come.
+    One event is recorded per segment, when it is left, after all copies from it. One per send would cost 8 µs
+    of host time (measured on one machine). A segment is entered again when its event has passed.
     """
 
     NUM_SEGMENTS = 4
@@ -98,7 +98,7 @@ class Lane:
         self._next = 0
 
     def reserve(self, num_bytes: int) -> int | None:
-        """Where num_bytes may be written, to be copied before the next call; None when there is no room."""
+        """Return the offset of num_bytes to write, and to copy before the next call; None if it is full."""
         if num_bytes > self.segment_bytes:
             return None
         if self._next + num_bytes > self._begin(self._current + 1):
@@ -114,14 +114,14 @@ class Lane:
         return at
 
     def is_idle(self, segment: int) -> bool:
-        """Whether all copies out of a segment that was left are done."""
+        """Whether all copies from a segment that was left are done."""
         return not self._was_left[segment] or self._events[segment].query()
 
     def _begin(self, segment: int) -> int:
         return segment * self.segment_bytes
 
     def check(self) -> None:
-        """Verify invariant 7: the current segment is not in flight, and the next place lies in it."""
+        """Verify invariant 7: the current segment is not in flight, and the next offset is in it."""
         if self._was_left[self._current]:
             raise InvariantError(7, f"segment {self._current} is written while its copies are in flight")
         if not self._begin(self._current) <= self._next <= self._begin(self._current + 1):
@@ -129,10 +129,10 @@ class Lane:
 
 
 class Staging:
-    """Carries host arrays to `device` through pinned buffers of `num_bytes`, one per stream, which grow.
+    """Copies host arrays to `device` through pinned buffers of `num_bytes`, one per stream, which grow.
 
-    `send` gives fresh tensors; `post` writes to one tensor of the caller per stream again and again. Several
-    threads may call it. On a CPU there is nothing to carry, and arrays are copied.
+    `send` returns fresh tensors; `post` reuses one tensor of the caller per stream. Thread-safe. On a CPU,
+    arrays are simply copied.
 
     Errors: ConfigError for a device that does not exist or a size that is not positive.
     """
@@ -145,10 +145,10 @@ class Staging:
         self._is_sending = False
 
     def send(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
-        """Fresh flat tensors on the device with the contents of int32, int64 or uint8 arrays, in one copy.
+        """Copy int32, int64 or uint8 arrays to fresh flat tensors on the device, in one copy.
 
-        They are there for whatever the current stream runs next. The arrays may be changed at
-        once. Cost: a memcpy of the bytes and one asynchronous copy. Errors: ArgumentError for other
+        Later work of the current stream sees their contents. The arrays may be changed as soon as the call
+        returns. Cost: a memcpy of the bytes and one asynchronous copy. Errors: ArgumentError for other
         arrays; CaptureError.
         """
         refuse_capture(self.device, "sending a host array")
@@ -172,11 +172,11 @@ class Staging:
     def send_ids(
         self, ids: AnyIds, name: str, low: int, high: int, *, any_shape: bool = False
     ) -> torch.Tensor:
-        """Ids from anywhere as a flat tensor on the device: [n] int32 or int64.
+        """Return ids as a flat tensor on the device: [n] int32 or int64.
 
-        Those that lie on the device already are used as they are, since looking at them would wait for
-        it; all others are checked and sent as int64. Cost: as `send`. Errors: OutOfRangeError for one
-        outside [low, high]; ArgumentError; CaptureError.
+        Ids that are on the device already are used as they are, since a check would wait for the device;
+        all others are checked and sent as int64. Errors: OutOfRangeError for an id outside [low, high];
+        ArgumentError; CaptureError.
         """
         if is_unread(ids, self.device):
             return unread_ids(ids, name, any_shape=any_shape)
@@ -187,17 +187,16 @@ class Staging:
     def fill(
         self, received: torch.Tensor, arrays: Sequence[npt.NDArray[Any]], begins: Sequence[int] = (0,)
     ) -> None:
-        """Copy arrays to where they begin in the caller's bytes, in one copy.
+        """Copy arrays to bytes `begins` of the caller's tensor, in one copy. Nothing is checked.
 
-        received: [n] uint8 on the device, n > 0, of which the arrays fill all but gaps. The device is
-        current, its stream is not captured, and the arrays are as `send` wants them: nothing is looked at.
-        Cost: as `send`.
+        received: [n] uint8 on the device, n > 0; bytes between the arrays are overwritten, too. The device is
+        current, its stream is not being captured, and the arrays are as in `send`.
         """
         total = received.shape[0]
         with self._lock:
             if self._is_sending:
-                # A finalizer or signal handler in the middle of another send of this thread: what
-                # that one reserved is not behind an event yet, so the lane is left alone.
+                # A finalizer or signal handler interrupts another send of this thread. No event follows the
+                # memory which that one has reserved, so the lane must not be touched.
                 place = _pinned_bytes(total)
                 self._copy(received, place, place.numpy(), arrays, begins)
                 return
@@ -226,8 +225,8 @@ class Staging:
         lane = self._lanes.get(stream)
         at = None if lane is None else lane.reserve(total)
         if lane is None or at is None:
-            # A larger buffer takes over. Copies may still read the old one: torch's pinned
-            # allocator keeps its memory until those that were asked of it are done.
+            # A larger buffer replaces the lane. Copies may still read the old one: torch's pinned allocator
+            # keeps its memory until they are done.
             grown = self.num_bytes if lane is None else 2 * lane.array.size
             on = torch.cuda.current_stream()
             memory = _pinned_bytes(max(grown, 2 * Lane.NUM_SEGMENTS * aligned(total)))
@@ -239,20 +238,20 @@ class Staging:
     def post(
         self, array: npt.NDArray[np.int32], rooms: dict[int, tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
-        """A tensor on the device that begins with this array, which is not empty: [≥ n] int32.
+        """Copy an array, which is not empty, to the beginning of a reused tensor: [≥ n] int32 on the device.
 
-        `rooms` are the caller's, empty at first: for each stream a tensor, as bytes and as int32, which takes
-        one array after the other, so that nothing is allocated once an array as large was posted. The array
-        is there for what the current stream runs next, until the next `post` to these rooms on that stream,
-        and may be changed on the host at once. The device is current, its stream is not being captured, and
-        one thread calls at a time.
+        `rooms` belongs to the caller and is empty at first. It gets one tensor per stream, as bytes and as
+        int32, so that nothing is allocated once an array of the same size was posted. Later work of the
+        current stream sees the array until the next `post` with these rooms on that stream; on the host it
+        may be changed as soon as the call returns. The device is current, its stream is not being captured,
+        and one thread calls at a time.
         """
         if self.device.type == "cpu":
             return torch.from_numpy(array.copy())
         stream = current_stream(self.device.index)
         room = rooms.get(stream)
         if room is None or room[0].shape[0] < array.nbytes:
-            # The stream may still read the old one: torch gives its memory out again in the stream's order.
+            # The stream may still read the old tensor: torch reuses its memory in stream order.
             with torch.inference_mode(False):
                 num_bytes = max(4096, aligned(2 * array.nbytes))
                 raw = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -268,7 +267,7 @@ class Staging:
 
 
 def staging_of(device: torch.device, given: Staging | None) -> Staging:
-    """The staging that a pool was given, or one of its own. Errors: ConfigError for another device's."""
+    """Return the given staging, or a new one. Errors: ConfigError for the staging of another device."""
     if given is None:
         return Staging(device)
     if not isinstance(given, Staging) or given.device != device:

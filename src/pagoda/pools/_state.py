@@ -1,4 +1,4 @@
-"""States of a fixed size a request: recurrent states, convolution tails, windows in rings."""
+"""States of fixed size per request: recurrent states, convolution tails, windows in rings."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int6
 
 
 class StateSpec(NamedTuple):
-    """One tensor of a state: its shape for one layer and row, its dtype, and what a reset sets.
+    """One tensor of a state: its shape per layer and row, its dtype, and its value after a reset.
 
-    What is stored in a format of its own (entries of a window, quantised) is bytes here, uint8."""
+    Data in a format of its own, such as the quantised entries of a window, is uint8 here."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -45,11 +45,11 @@ class StateSpec(NamedTuple):
 
 
 class StatePool:
-    """Named parts of a state for `num_rows` rows and `num_layers` layers.
+    """The named parts of a state, for `num_rows` rows and `num_layers` layers.
 
-    `tensors[name]` is [num_layers, num_rows + 1, *shape]; row 0 is padding. All rows begin as after a
-    reset. Tensors never move and may be supplied as `buffers`, contiguous and of exactly that shape,
-    dtype and device; they are then left as they are.
+    `tensors[name]` is [num_layers, num_rows + 1, *shape]; row 0 is padding. All rows are reset at first.
+    Tensors never move. The caller may supply them as `buffers`: contiguous, of exactly that shape, dtype and
+    device; their contents are then left as they are.
 
     Errors: ConfigError, naming the argument.
     """
@@ -68,11 +68,11 @@ class StatePool:
         self.num_layers = count(num_layers, "num_layers")
         self.device = resolve_device(device)
         if not isinstance(parts, Mapping):
-            raise ConfigError("parts: give one StateSpec per name")
+            raise ConfigError("parts: give a mapping from names to StateSpec")
         self.parts = {name: _checked(name, part) for name, part in parts.items()}
         self.tensors: dict[str, torch.Tensor] = {}
         if buffers is not None and (not isinstance(buffers, Mapping) or set(buffers) != set(self.parts)):
-            raise ConfigError(f"buffers: give a tensor each for {', '.join(self.parts)}")
+            raise ConfigError(f"buffers: give one tensor for each of {', '.join(self.parts)}")
         for name, part in self.parts.items():
             shape = (self.num_layers, self.num_rows + 1, *part.shape)
             if buffers is None:
@@ -94,16 +94,16 @@ class StatePool:
         *,
         staging: Staging | None = None,
     ) -> StatePool:
-        """The pool of a group of layers: its row has the bytes that the group says.
+        """Allocate the pool of a group. Layers are numbered from 0 in the order of `group.layers`.
 
-        Layers are numbered from 0 in the order of `group.layers`. Cost: that of the memory. Errors:
-        ConfigError, also for layers that keep different states.
+        Errors: ConfigError, also for layers that keep different states.
         """
         if not isinstance(group, StateGroup):
             raise ConfigError(f"group: give a StateGroup of a Layout, not {type(group).__name__}")
         if len(set(group.parts)) > 1:
             raise ConfigError(
-                f"group {group.name}: its layers keep different states: one StatePool holds one kind"
+                f"group {group.name}: its layers keep different states, and a StatePool holds one kind: make "
+                "one pool per kind"
             )
         parts = {
             part.name: StateSpec(part.shape, getattr(torch, part.dtype), part.initial)
@@ -112,15 +112,13 @@ class StatePool:
         return cls(num_rows, len(group.layers), parts, device, staging=staging)
 
     def layer(self, layer: int) -> dict[str, torch.Tensor]:
-        """Views of a layer's parts: [num_rows + 1, *shape] each. O(parts). Errors: ArgumentError."""
+        """Return views of a layer's parts: [num_rows + 1, *shape] each. Errors: ArgumentError."""
         at = layer_number(layer, self.num_layers)
         return {name: tensor[at] for name, tensor in self.tensors.items()}
 
     def rows(self) -> list[tuple[torch.Tensor, float]]:
-        """Each part of each layer, [num_rows + 1, *shape], layer by layer, and what a reset sets.
-
-        O(layers × parts)."""
-        with torch.inference_mode(False):  # also views that are made under it are written outside
+        """Return each part of each layer, [num_rows + 1, *shape], with its value after a reset."""
+        with torch.inference_mode(False):  # the views are written outside of it
             return [
                 (part, self.parts[name].initial)
                 for layer in range(self.num_layers)
@@ -128,22 +126,22 @@ class StatePool:
             ]
 
     def regions(self, layer: int) -> kernels.Regions:
-        """What `kernels.fill_rows` resets a row of one layer with. O(parts). Errors: ArgumentError."""
+        """Return the regions of one layer, for `kernels.fill_rows`. Errors: ArgumentError."""
         begin = layer_number(layer, self.num_layers) * len(self.parts)
         return self._regions.some(begin, begin + len(self.parts))
 
     def reset(self, rows: AnyIds) -> None:
-        """Set the states of rows, in all layers, to what a new request begins with.
+        """Reset the states of rows, in all layers, to those of a new request.
 
-        Cost: one launch for one row on the host, else one a part. Rows on the host are checked, rows in a
-        device tensor must be valid.
-        Errors: ArgumentError, OutOfRangeError; CaptureError for host rows on CUDA.
+        Cost: one launch for one row on the host, else one per part. Rows on the host are checked; rows in a
+        device tensor must be valid. Errors: ArgumentError, OutOfRangeError; CaptureError for host rows on
+        CUDA.
         """
         if not is_unread(rows, self.device):
             rows = host_ids(rows, "rows")
             require_range(rows, 0, self.num_rows, "rows", "rows")
-            if rows.size == 1:  # the usual case, a request that ends: nothing has to be sent
-                refuse_capture(self.device, "resetting rows that lie on the host")
+            if rows.size == 1:  # the usual case, one request: nothing has to be sent
+                refuse_capture(self.device, "resetting rows that are given on the host")
                 with self._lock:
                     kernels.fill_rows(self._regions, int(rows[0]))
                 return
@@ -155,37 +153,38 @@ class StatePool:
     def copy(self, source: AnyIds, target: AnyIds) -> None:
         """Copy the states of rows to other rows, in all layers.
 
-        All sources are read before a target is written. Cost: two launches a part, and room for the
-        copied states. Errors: ArgumentError when lengths differ or a target stands twice on the host;
+        All sources are read before any target is written. Cost: two launches per part, and memory for the
+        copied states. Errors: ArgumentError if lengths differ or host rows have a duplicate target;
         OutOfRangeError; CaptureError for host rows on CUDA.
         """
         if not is_unread(target, self.device):
             target = host_ids(target, "target")
             if np.unique(target).size != target.size:
-                raise ArgumentError("target: a row stands twice")
+                raise ArgumentError("target has a duplicate: give each row once")
         sources_at, targets_at = (
             self._staging.send_ids(ids, name, 0, self.num_rows).long()
             for ids, name in ((source, "source"), (target, "target"))
         )
         if sources_at.shape != targets_at.shape:
             raise ArgumentError(
-                f"source: give one row per target, {targets_at.shape[0]}, not {sources_at.shape[0]}"
+                f"source has {sources_at.shape[0]} rows and target {targets_at.shape[0]}: give one source "
+                "per target"
             )
         with self._lock:
             for tensor in self.tensors.values():
                 tensor.index_copy_(1, targets_at, tensor.index_select(1, sources_at))
 
     def snapshot(self, row: int, out: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """A copy of the states of a row in all layers: a tensor a part, [num_layers, *shape], the caller's.
+        """Copy a row's states in all layers: one tensor per part, [num_layers, *shape], owned by the caller.
 
-        `out` has tensors to copy into, of exactly these shapes, on the pool's device; with it nothing is
-        made, and the call can be captured. Cost: one launch a part, no synchronisation. Errors:
+        `out` has tensors of exactly these shapes on the pool's device to copy into; with it nothing is
+        allocated, and the call can be captured. Cost: one launch per part, no synchronisation. Errors:
         OutOfRangeError, ArgumentError; CaptureError without `out`.
         """
         at = self._row(row)
         if out is None:
             refuse_capture(self.device, "snapshot")
-            # Also what is copied under inference_mode may be written outside of it.
+            # The copies may be written outside of inference_mode even if made under it.
             with self._lock, torch.inference_mode(False):
                 return {name: tensor[:, at].clone() for name, tensor in self.tensors.items()}
         self._require_states(out, "out")
@@ -195,10 +194,10 @@ class StatePool:
         return dict(out)
 
     def restore(self, row: int, snapshot: Mapping[str, torch.Tensor]) -> None:
-        """Give a row, in all layers, the states of a snapshot, which may be another row's. It stays as it is.
+        """Copy a snapshot, of this or another row, into a row's states in all layers.
 
-        Cost: one launch a part, no synchronisation; it can be captured. Errors: OutOfRangeError;
-        ArgumentError for parts of other names, shapes, dtypes or devices.
+        Cost: one launch per part, no synchronisation; it can be captured. Errors: OutOfRangeError;
+        ArgumentError for parts with other names, shapes, dtypes or devices.
         """
         at = self._row(row)
         self._require_states(snapshot, "snapshot")
@@ -211,7 +210,7 @@ class StatePool:
 
     def _require_states(self, states: Any, name: str) -> None:
         if not isinstance(states, Mapping) or set(states) != set(self.parts):
-            raise ArgumentError(f"{name}: give a tensor each for {', '.join(self.parts)}")
+            raise ArgumentError(f"{name}: give one tensor for each of {', '.join(self.parts)}")
         for part_name, part in self.parts.items():
             given = states[part_name]
             wanted = ((self.num_layers, *part.shape), part.dtype, self.device)
@@ -219,21 +218,21 @@ class StatePool:
                 raise ArgumentError(f"{name}[{part_name!r}]: give a dense tensor, not {type(given).__name__}")
             found = (tuple(given.shape), given.dtype, given.device)
             if found != wanted:
-                raise ArgumentError(f"{name}[{part_name!r}] is {found}, not {wanted}")
+                raise ArgumentError(f"{name}[{part_name!r}] is {found}: give {wanted}")
 
     def memory_bytes(self) -> int:
-        """Bytes of all parts, the padding row included. O(parts)."""
+        """Bytes of all parts, the padding row included."""
         return sum(math.prod(t.shape) * t.element_size() for t in self.tensors.values())
 
     def check(self) -> None:
-        """Verify invariant 6. O(parts). Errors: InvariantError."""
+        """Verify invariant 6. Errors: InvariantError."""
         if {name: tensor.data_ptr() for name, tensor in self.tensors.items()} != self._at:
             raise InvariantError(6, "a tensor of the pool has moved")
         self._staging.check()
 
 
 def _checked(name: str, part: object) -> StateSpec:
-    """A part that a pool can hold and reset, or a ConfigError."""
+    """Return a part that a pool can hold and reset. Errors: ConfigError."""
     try:
         shape, dtype, initial = StateSpec(*part)  # type: ignore[misc]
         sizes = tuple(count(size, f"shape of {name}", low=0) for size in shape)

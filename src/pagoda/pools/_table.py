@@ -1,5 +1,5 @@
-"""A table on a device. In: entries and their values, from the host or the device; out: the matrix that
-kernels read. Only `DeviceTable` writes it, and its tensors never move (invariant 6)."""
+"""A table on a device. In: places and their values, on the host or the device; out: the matrix that kernels
+read. Only `DeviceTable` writes it, and its tensors never move (invariant 6)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Values = npt.NDArray[np.int64] | torch.Tensor  # [n] on the host, or [n] int32 o
 
 
 class DeviceTable:
-    """An int32 matrix [num_rows + 1, num_columns] on a device that follows a table on the host.
+    """An int32 matrix [num_rows + 1, num_columns] on a device, the copy of a table on the host.
 
-    `tensor` begins as `empty` everywhere; row 0 is padding. `lens`, [num_rows + 1] int32, is a length per row
-    where `has_lens`, else None; it lies behind the matrix in one tensor, so that an entry and a length are
-    set together. Both are made once and never move: kernels and captured graphs keep their addresses.
-    Several threads may call it.
+    All places of `tensor` are `empty` at first; row 0 is padding. With `has_lens`, `lens` is a length per
+    row, [num_rows + 1] int32, else None; it follows the matrix in one tensor, so that one launch sets a place
+    and a length. Both are allocated once and never move: kernels and captured graphs keep their addresses.
+    Thread-safe.
 
-    Errors: ConfigError for sizes that are not positive or pass 2^31 entries, or a device that is not there.
+    Errors: ConfigError for sizes that are not positive or exceed 2^31 places, or an unknown device.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class DeviceTable:
         num_entries = (self.num_rows + 1) * self.num_columns
         if num_entries + self.num_rows + 1 >= 2**31:
             raise ConfigError(
-                f"num_rows = {self.num_rows} and num_columns = {self.num_columns}: the table passes 2^31 "
-                "entries: give fewer rows or columns"
+                f"num_rows = {self.num_rows} and num_columns = {self.num_columns}: the table exceeds 2^31 "
+                "places: give fewer rows or columns"
             )
         self._flat = filled((num_entries + has_lens * (self.num_rows + 1),), torch.int32, self.device)
-        with torch.inference_mode(False):  # a table made under it is written outside as well
+        with torch.inference_mode(False):  # the table is written outside of it
             self.tensor = self._flat[:num_entries].view(self.num_rows + 1, self.num_columns)
             self.lens = self._flat[num_entries:] if has_lens else None
             if empty:
@@ -61,25 +61,25 @@ class DeviceTable:
         self._addresses = self._find()
         self._lock = threading.RLock()
 
-    def write(self, entries: AnyIds, page_ids: AnyIds) -> None:
-        """Set entry entries[i] = row * num_columns + column to page_ids[i], as `TableWrites` has them.
+    def write(self, places: AnyIds, page_ids: AnyIds) -> None:
+        """Set place places[i] = row * num_columns + column to page_ids[i].
 
-        Cost: one staged copy and one launch, no synchronisation. Of several values for one entry any may
-        win. Errors: ArgumentError when lengths differ; OutOfRangeError; CaptureError.
+        Cost: one staged copy and one launch, no synchronisation. If several writes have the same place, any
+        of them may win. Errors: ArgumentError if lengths differ; OutOfRangeError; CaptureError.
         """
-        at, new = host_ids(entries, "entries"), host_ids(page_ids, "page_ids")
+        at, new = host_ids(places, "places"), host_ids(page_ids, "page_ids")
         if at.shape != new.shape:
-            raise ArgumentError(f"{at.size} entries and {new.size} page_ids: give one per entry")
-        require_range(at, self.num_columns, self.tensor.numel() - 1, "entries", "entries of rows 1 and up")
+            raise ArgumentError(f"there are {at.size} places and {new.size} page_ids: give one id per place")
+        require_range(at, self.num_columns, self.tensor.numel() - 1, "places", "places of rows 1 and up")
         require_range(new, -(2**31), 2**31 - 1, "page_ids", "int32 values")
         self._write(at, new)
 
     def write_at(self, rows: Values, columns: Values, values: Values) -> None:
-        """Set the entry of rows[i] and columns[i] to values[i]; each has n entries, or one for all.
+        """Set the place in row rows[i], column columns[i] to values[i]; each has n elements, or one for all.
 
-        Arrays on the host were checked to lie in the table; what lies on the device is used as it is, and an
-        entry outside the table is not written. Cost: one launch; host arrays cost one staged copy, device
-        tensors two launches more. Errors: CaptureError for host arrays on CUDA.
+        The caller has checked host arrays to be in the table; device tensors are used as they are, and a
+        place outside the table is not written. Cost: one launch; one staged copy more for host arrays, two
+        launches more for device tensors. Errors: CaptureError for host arrays on CUDA.
         """
         if isinstance(rows, np.ndarray) and isinstance(columns, np.ndarray):
             self._write(rows * self.num_columns + columns, values)
@@ -88,7 +88,7 @@ class DeviceTable:
             self._write(torch.add(column.long(), at, alpha=self.num_columns), values)
 
     def set(self, row: int, column: int, value: int, length: int) -> None:
-        """Set one entry, and the length of its row, to values that the launch carries: nothing is sent.
+        """Set one place, and the length of its row, without a copy to the device.
 
         For tables with `lens`. Cost: one launch.
         """
@@ -96,16 +96,16 @@ class DeviceTable:
         with self._lock:
             kernels.set_table(self._flat, at, value, self.tensor.numel() + row, length)
 
-    def _write(self, entries: Values, values: Values) -> None:
-        n = max(entries.shape[0], values.shape[0]) if entries.shape[0] and values.shape[0] else 0
+    def _write(self, places: Values, values: Values) -> None:
+        n = max(places.shape[0], values.shape[0]) if places.shape[0] and values.shape[0] else 0
         if n == 0:
             return
-        if isinstance(entries, np.ndarray) and isinstance(values, np.ndarray):
+        if isinstance(places, np.ndarray) and isinstance(values, np.ndarray):
             packed = np.empty((2, n), dtype=np.int32)
-            packed[0], packed[1] = entries, values
+            packed[0], packed[1] = places, values
             sent = self._staging.send(packed)[0]
         else:
-            given = (self._on_device(each).to(torch.int32).expand(n) for each in (entries, values))
+            given = (self._on_device(each).to(torch.int32).expand(n) for each in (places, values))
             sent = torch.cat(list(given))
         with self._lock:
             kernels.write_table(sent, 0, n, n, self._flat[: self.tensor.numel()])

@@ -1,10 +1,9 @@
 """The manager of a compressed-attention model, DeepSeek-V4 style. In: a config and a schedule of layers; out:
-all cache state of one instance of the model, and handles by which attention reads and writes it.
+all cache state of one instance of the model, and handles through which attention reads and writes it.
 
-`config` says what the model is, `schema` what each layer keeps, `budget` how many blocks there should be,
-`paged` and `state` are the pools of one layer, `blocks` knows who has which block of a group of layers,
-`tokens` are those of a step, `manager` ties all of it to requests, and `handle` is one layer as a step sees
-it.
+`config` describes the model, `schema` what each layer stores, `budget` how many blocks to allocate. `paged`
+and `state` are the pools of one layer, `blocks` the block table of a group of layers, `tokens` the tokens of
+a step. `manager` ties these to requests, and `handle` is the cache of one layer during a step.
 """
 
 from pagoda.compat.hybrid.budget import compute_block_budget

@@ -1,4 +1,4 @@
-"""Who has which block of a group of layers: `BlockTable`, and `GroupBlocks`, its allocator for callers."""
+"""Which request owns which block of a group of layers: `BlockTable`, and its public face, `GroupBlocks`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["BlockTable", "GroupBlocks"]
 
 
 class GroupBlocks(BlockAllocator):
-    """The blocks of one group of layers, 1 … num_total_blocks: those of requests and those of callers.
+    """The blocks of one group of layers, 1 … num_total_blocks, for requests and for callers.
 
-    A request's blocks come from `KVCacheManager.allocate_block` and go back with `release_request`; only what
-    was acquired here can be released here.
+    A request's blocks come from `KVCacheManager.allocate_block` and are freed by `release_request`; only
+    blocks that were acquired here can be released here.
     """
 
     def __init__(self, free: FreeList, staging: Staging, lock: threading.RLock) -> None:
@@ -43,27 +43,27 @@ class GroupBlocks(BlockAllocator):
             return blocks
 
     def release(self, ids: AnyIds) -> None:
-        """Give acquired blocks back. Errors: as `BlockAllocator.release`; NotHeldError for a request's."""
+        """Free acquired blocks. Errors: as `BlockAllocator.release`; NotHeldError for a request's block."""
         blocks = host_ids(ids, "ids")
         with self._lock:
             for at, block in enumerate(blocks.tolist()):
                 if block not in self._acquired and 1 <= block <= self.num_total_blocks:
                     raise NotHeldError(
-                        f"ids[{at}] = {block} was not acquired here: it is free, or a request's", block, at
+                        f"ids[{at}] = {block} was not acquired: it is free or belongs to a request", block, at
                     )
             self._blocks.free(blocks)
             self._acquired.difference_update(blocks.tolist())
 
 
 class BlockTable:
-    """Blocks of one group of layers: which are free, which each row has, and a copy of that on the device.
+    """Blocks of one group of layers: the free ones, those of each row, and a copy of these on the device.
 
-    `free` hands out blocks 1 … num_blocks. `table` is [num_rows + 1, max_blocks] int32, −1 where nothing is,
-    `lens` [num_rows + 1] int32, blocks of each row; both belong to one `DeviceTable`, so that an allocation
-    is one launch. The host's table is the truth: a row there is ahead of its copy only when a call was
-    interrupted, and the next one makes that good. Not for several threads at once.
+    `free` hands out blocks 1 … num_blocks. `table` is [num_rows + 1, max_blocks] int32, −1 for no block;
+    `lens` is [num_rows + 1] int32, the number of blocks of each row. Both belong to one `DeviceTable`, so
+    that an allocation takes one launch. The host's table is authoritative: a row there is ahead of the device
+    only if a call was interrupted, and the next call repairs that. Not thread-safe.
 
-    Errors: ConfigError for sizes whose places pass 2^31.
+    Errors: ConfigError for tables of more than 2^31 places.
     """
 
     def __init__(self, name: str, num_blocks: int, num_rows: int, max_blocks: int, staging: Staging) -> None:
@@ -73,11 +73,11 @@ class BlockTable:
         except ConfigError:
             raise ConfigError(
                 f"max_concurrent_requests and max_context_tokens: the {name} table of {num_rows} rows of "
-                f"{max_blocks} blocks passes 2^31 entries: give fewer requests or a shorter context"
+                f"{max_blocks} blocks exceeds 2^31 places: give fewer requests or a shorter context"
             ) from None
         self.free = FreeList(num_blocks, what=f"{name} blocks")
         self._blocks: list[list[int]] = [[] for _ in range(num_rows + 1)]  # of each row
-        self._shown = np.zeros(num_rows + 1, dtype=np.int32)  # blocks of each row that the device knows of
+        self._shown = np.zeros(num_rows + 1, dtype=np.int32)  # blocks of each row that the device has
         self._fence = 0  # of the latest release
         self._leaving: set[int] = set()  # rows whose release has begun
 
@@ -93,19 +93,18 @@ class BlockTable:
         return self._device.lens
 
     def num_blocks(self, row: int) -> int:
-        """Blocks of a row. O(1)."""
+        """Return the number of blocks of a row."""
         return len(self._blocks[row])
 
     def most_blocks(self) -> int:
-        """Blocks of the row that has most. O(rows)."""
+        """Return the largest number of blocks of any row."""
         return int(self._shown.max())
 
     def take(self, row: int, n: int) -> int:
-        """Block n of a row, counted from 0; the next one is allocated if the row has just n.
+        """Return block n of a row, counted from 0; if the row has exactly n blocks, allocate one.
 
-        Cost: O(blocks of the row), and to allocate one launch. Errors: CapacityError
-        when the row's table is full or the blocks are out; nothing is taken then, nor when an interrupt or
-        a device out of memory comes in between.
+        An allocation costs one launch. Errors: CapacityError if the row's table is full or no block is free.
+        Nothing is taken then, nor if the call is interrupted or the device runs out of memory.
         """
         is_new = n == len(self._blocks[row])
         if is_new:
@@ -123,36 +122,36 @@ class BlockTable:
             raise
 
     def _show(self, row: int, blocks: list[int]) -> None:
-        """Tell the device about the last blocks of a row and their number: a launch for each, usually one."""
+        """Copy a row's new blocks and their number to the device: one launch per block, usually one."""
         for n in range(int(self._shown[row]), len(blocks)):
             self._device.set(row, n, blocks[n], n + 1)
             self._shown[row] = n + 1
 
     def _take_back(self, row: int, n: int) -> None:
-        """Undo the growth of a row to n + 1 blocks, on the host for certain."""
+        """Undo the growth of a row to n + 1 blocks. On the host this cannot fail."""
         blocks = self._blocks[row]
-        if len(blocks) != n + 1:  # a finalizer has taken more: what is there stays the row's
+        if len(blocks) != n + 1:  # a finalizer has taken more: the row keeps its blocks
             return
         self.free.free([blocks.pop()])
         self._shown[row] = min(int(self._shown[row]), n)
-        with suppress(Exception):  # where this launch fails, the first one had failed too
+        with suppress(Exception):  # if this launch fails, the first one failed, too
             self._device.set(row, n, -1, n)
 
     def rows(self) -> list[tuple[torch.Tensor, float]]:
-        """What the device knows of rows, and what of a row without blocks. O(1)."""
+        """Return the tensors on the device, each with its value for a row without blocks."""
         return [(self.table, -1), (self.lens, 0)]
 
     def forget(self, row: int) -> None:
-        """Take the device not to know about a row, whose part of `rows` the caller resets. O(1).
+        """Record that the caller resets a row on the device (the tensors of `rows`).
 
-        The host's row stays, and is shown again by the next `take`; `release` comes after.
+        The host's row stays, and the next `take` copies it to the device again; `release` comes after.
         """
         self._shown[row] = 0
 
     def release(self, row: int) -> None:
-        """Give back all blocks of a row, which was forgotten. Cost: O(blocks of the row)."""
-        # Quarantined while they still stand in the table, and let go when no row is halfway out: wherever an
-        # interrupt comes, no block has two owners, and the row's next release does what is left to do.
+        """Free all blocks of a row after `forget`."""
+        # Blocks are quarantined while they are still in the table, and freed when no row is half released:
+        # wherever an interrupt comes, no block has two owners, and the row's next release does the rest.
         blocks = list(self._blocks[row])
         if row in self._leaving:
             blocks = [block for block in blocks if self.free.is_held(block)]
@@ -170,9 +169,9 @@ class BlockTable:
         return self._device.memory_bytes()
 
     def check(self, running: list[int], acquired: frozenset[int]) -> None:
-        """Verify invariants 1 to 6 and 18 while these rows run and callers hold the acquired blocks.
+        """Verify invariants 1 to 6 and 18, given the running rows and the blocks that callers have acquired.
 
-        Cost: every entry. Errors: InvariantError.
+        Walks over every place. Errors: InvariantError.
         """
         self.free.check()
         self._device.check()
@@ -184,11 +183,11 @@ class BlockTable:
         if any(is_free) or num_held != self.free.num_held:
             raise InvariantError(
                 18,
-                f"{self.free.num_held} {self.name} blocks are held, {num_held} of them stand in tables, and "
-                f"{sum(is_free)} that are free",
+                f"{self.free.num_held} {self.name} blocks are held, {num_held} of them are in tables, and "
+                f"{sum(is_free)} blocks in tables are free",
             )
         idle = set(range(1, self.num_rows + 1)) - set(running)
         if any(self._blocks[row] or self._shown[row] for row in idle):
-            raise InvariantError(18, f"a row that does not run has {self.name} blocks")
+            raise InvariantError(18, f"a row that is not running has {self.name} blocks")
         if any(self._shown[row] > len(self._blocks[row]) for row in running):
-            raise InvariantError(18, f"the device was told of {self.name} blocks that a row does not have")
+            raise InvariantError(18, f"the device has {self.name} blocks that a row does not have")

@@ -1,4 +1,4 @@
-"""How many blocks there should be."""
+"""How many blocks to allocate. In: a config, a schedule, memory; out: blocks of each kind."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pagoda.layout._numbers import count, num_bytes, show_bytes
 
 __all__ = ["compute_block_budget", "max_blocks"]
 
-_TABLE_BYTES = 4  # of an entry of a block table, and of a length
+_TABLE_BYTES = 4  # of a place in a block table, and of a length
 
 
 def max_blocks(config: DSV4Config, max_context_tokens: int) -> int:
-    """Blocks of a request of the longest context, the last one rounded up. O(1). Errors: ConfigError."""
+    """Return the blocks of a request of the longest context, rounded up. Errors: ConfigError."""
     return -(-count(max_context_tokens, "max_context_tokens") // config.block_tokens)
 
 
@@ -26,12 +26,13 @@ def compute_block_budget(
     *,
     memory: int | str | None = None,
 ) -> dict[str, int]:
-    """Usable blocks of each kind of layer, {"csa": n, "hca": n}: enough for all requests at their longest.
+    """Return the usable blocks of each kind of layer, {"csa": n, "hca": n}: enough for all requests at their
+    longest.
 
-    0 for a kind that the schedule does not have. The null block comes on top. With `memory`, a number or
-    text such as '80GiB', at most what fits into so many bytes beside the states of all requests and
-    the block tables, null ids included: what `KVCacheManager.memory_bytes` counts. O(layers). Errors:
-    ConfigError, also when not one request of the longest context fits.
+    A kind that the schedule does not have gets 0. The null block is not counted. `memory`, a number of bytes
+    or text such as '80GiB', limits the blocks to those that fit beside the states of all requests and the
+    block tables, padding included: what `KVCacheManager.memory_bytes` counts. Errors: ConfigError, also if
+    not even one request of the longest context fits.
     """
     if not isinstance(config, DSV4Config):
         raise ConfigError(f"config: give a DSV4Config, not {type(config).__name__}")
@@ -49,8 +50,8 @@ def compute_block_budget(
         if least > limit:
             raise ConfigError(
                 f"memory: the states of {requests:,} requests and the blocks of one of "
-                f"{max_context_tokens:,} tokens need {show_bytes(least)} ({least:,} B), and there are "
-                f"{show_bytes(limit)}: give more, or fewer or shorter requests"
+                f"{max_context_tokens:,} tokens need {show_bytes(least)} ({least:,} B), but there are only "
+                f"{show_bytes(limit)}: give more memory, or fewer or shorter requests"
             )
         if block_bytes:
             blocks = min(blocks, (limit - rows - tables) // block_bytes - 1)

@@ -1,4 +1,4 @@
-"""What a model of compressed attention is: `DSV4Config`, and the layers that are cached, `LayerSpec`."""
+"""The description of a compressed-attention model, `DSV4Config`, and of its cached layers, `LayerSpec`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["AttentionType", "DSV4Config", "LayerSpec", "read_schedule"]
 
 
 class AttentionType(Enum):
-    """What a layer reads: SWA its window alone, CSA also entries that an indexer picks, HCA all entries."""
+    """What a layer reads: SWA only its window, CSA also entries that an indexer picks, HCA all entries."""
 
     SWA = "swa"
     CSA = "csa"
@@ -54,7 +54,7 @@ class LayerSpec:
 
 
 def read_schedule(schedule: Any) -> list[LayerSpec]:
-    """The layers of a schedule, or a ConfigError for none, for what is no LayerSpec, or for a layer twice."""
+    """Return the layers of a schedule. Errors: ConfigError if it is empty, or has invalid or equal layers."""
     if isinstance(schedule, (str, LayerSpec)) or not isinstance(schedule, Iterable):
         raise ConfigError(f"schedule: give a list of LayerSpec, not {type(schedule).__name__}")
     specs = list(schedule)
@@ -62,22 +62,22 @@ def read_schedule(schedule: Any) -> list[LayerSpec]:
         raise ConfigError("schedule: give at least one layer")
     for spec in specs:
         if not isinstance(spec, LayerSpec):
-            raise ConfigError(f"schedule: give a LayerSpec a layer, not {type(spec).__name__}")
+            raise ConfigError(f"schedule: give one LayerSpec per layer, not {type(spec).__name__}")
     numbers = [spec.layer_idx for spec in specs]
     if len(set(numbers)) < len(numbers):
         twice = next(number for number in numbers if numbers.count(number) > 1)
-        raise ConfigError(f"schedule: layer {twice} stands twice")
+        raise ConfigError(f"schedule: layer {twice} is duplicated: give each layer once")
     return specs
 
 
 @dataclass(frozen=True, kw_only=True)
 class DSV4Config:
-    """The sizes of a DeepSeek-V4 model, and how its cache is cut.
+    """The sizes of a DeepSeek-V4 model and of its cache.
 
-    `compress_ratios` has a number a layer: 0 for a window alone, `csa_ratio` or `hca_ratio`. `entry` and
-    `index` say which bytes an entry and an indexer's key are; left out, they are the model's own: fp8 with
-    scales. `block_tokens` tokens lie in a block; `unaccepted` tokens are written before they are
-    accepted, which makes rings and compressors that much longer, less one.
+    `compress_ratios` has one number per layer: 0 for a window only, `csa_ratio` or `hca_ratio`. `entry` and
+    `index` are the byte layouts of an entry and of an indexer's key, by default the model's own: fp8 with
+    scales. A block covers `block_tokens` tokens. Up to `unaccepted` tokens are written before they are
+    accepted; rings and compressors are longer by `unaccepted` − 1.
 
     Errors: ConfigError, naming the field.
     """
@@ -93,7 +93,7 @@ class DSV4Config:
     hca_ratio: int = 128
     index_head_dim: int = 128
     block_tokens: int = 128
-    # Left out, these are made of the dimensions above.
+    # By default, these follow from the dimensions above.
     entry: Entry = None  # type: ignore[assignment]
     index: Entry = None  # type: ignore[assignment]
     unaccepted: int = 1
@@ -103,7 +103,7 @@ class DSV4Config:
             if each.type == "int":
                 object.__setattr__(self, each.name, count(getattr(self, each.name), each.name))
         if self.rope_dim >= self.head_dim:
-            raise ConfigError(f"rope_dim: {self.rope_dim} leaves nothing of head_dim = {self.head_dim}")
+            raise ConfigError(f"rope_dim: give less than head_dim = {self.head_dim}, not {self.rope_dim}")
         own = {
             "entry": compressed_fp8(self.head_dim, self.rope_dim),
             "index": index_keys(self.index_head_dim, "fp8"),
@@ -125,26 +125,26 @@ class DSV4Config:
     def _read_ratios(self) -> tuple[int, ...]:
         given: Any = self.compress_ratios
         if isinstance(given, str) or not isinstance(given, Sequence):
-            raise ConfigError(f"compress_ratios: give a ratio a layer, not {type(given).__name__}")
+            raise ConfigError(f"compress_ratios: give one ratio per layer, not {type(given).__name__}")
         ratios = tuple(count(ratio, "compress_ratios", low=0) for ratio in given)
         if len(ratios) != self.num_layers:
-            raise ConfigError(f"compress_ratios: give {self.num_layers}, one a layer, not {len(ratios)}")
+            raise ConfigError(f"compress_ratios: give {self.num_layers}, one per layer, not {len(ratios)}")
         known = (0, self.csa_ratio, self.hca_ratio)
         for ratio in ratios:
             if ratio not in known:
                 raise ConfigError(f"compress_ratios: give 0, csa_ratio or hca_ratio, {known}, not {ratio}")
         if self.csa_ratio == self.hca_ratio and any(ratios):
-            raise ConfigError(f"csa_ratio and hca_ratio are both {self.csa_ratio}: which layer is which?")
+            raise ConfigError(f"csa_ratio and hca_ratio are both {self.csa_ratio}: give different ratios")
         return ratios
 
     @classmethod
     def flash(cls) -> DSV4Config:
-        """DeepSeek-V4-Flash: 43 layers, 64 query heads. O(layers)."""
+        """DeepSeek-V4-Flash: 43 layers, 64 query heads."""
         return cls.from_hf(model_config("deepseek-v4-flash"))
 
     @classmethod
     def pro(cls) -> DSV4Config:
-        """DeepSeek-V4-Pro: 61 layers, 128 query heads. O(layers)."""
+        """DeepSeek-V4-Pro: 61 layers, 128 query heads."""
         return cls.from_hf(model_config("deepseek-v4-pro"))
 
     @classmethod
@@ -157,11 +157,11 @@ class DSV4Config:
         block_tokens: int | None = None,
         unaccepted: int = 1,
     ) -> DSV4Config:
-        """The model of a Hugging Face config: the object, its dict, or the path of its config.json.
+        """Read a Hugging Face config: the object, its dict, or the path of its config.json.
 
-        `kv_dtype` and `index_dtype` are those of `pagoda.from_hf`. `block_tokens`, left out, is 128, or the
-        next number of tokens after it where entries of all ratios end. Cost: O(layers). Errors:
-        ConfigError, also for a model without compressed attention.
+        `kv_dtype` and `index_dtype` are as in `pagoda.from_hf`. `block_tokens` is by default the smallest
+        number from 128 on at which entries of all ratios end. Errors: ConfigError, also for a model without
+        compressed attention.
         """
         layers = [
             _only_ring(kinds)
@@ -169,7 +169,7 @@ class DSV4Config:
                 config, kv_dtype=kv_dtype, index_dtype=index_dtype, unaccepted=unaccepted
             ).layers
         ]
-        # The entry of fp8 has the rotated part apart, whatever the entry is that was asked for.
+        # The fp8 entry has the rotated part separately, whichever entry was asked for.
         flat, rope = (part.shape[0] for part in _only_ring(from_hf(config).layers[0]).entry.parts)
         fields = Fields.read(config).text()
         compressed = [kind for kind in layers if isinstance(kind, CompressedAttention)]
@@ -194,12 +194,12 @@ class DSV4Config:
         )
 
     def schedule(self) -> list[LayerSpec]:
-        """Every layer of the model, in order. O(layers)."""
+        """Return every layer of the model, in order."""
         types = {self.hca_ratio: AttentionType.HCA, self.csa_ratio: AttentionType.CSA, 0: AttentionType.SWA}
         return [LayerSpec(number, types[ratio]) for number, ratio in enumerate(self.compress_ratios)]
 
     def kind(self, attn_type: AttentionType) -> RingWindow:
-        """What a layer of a kind keeps, the source of all its sizes. O(1). Errors: ConfigError."""
+        """Return what a layer of this kind stores, the source of all its sizes. Errors: ConfigError."""
         spec = LayerSpec(0, attn_type)
         if spec.attn_type is AttentionType.SWA:
             return RingWindow(entry=self.entry, window=self.window, unaccepted=self.unaccepted)
@@ -216,9 +216,9 @@ class DSV4Config:
         )
 
     def layout(self, schedule: Sequence[LayerSpec] | None = None) -> Layout:
-        """The layout of a schedule, the whole model's if left out: its layers are numbered in its order.
+        """Return the layout of a schedule, by default of the whole model, with layers numbered in its order.
 
-        O(layers). Errors: ConfigError.
+        Errors: ConfigError.
         """
         specs = self.schedule() if schedule is None else read_schedule(schedule)
         kinds = {attn_type: self.kind(attn_type) for attn_type in AttentionType}
@@ -229,4 +229,4 @@ def _only_ring(kinds: Sequence[object]) -> RingWindow:
     if len(kinds) == 1 and isinstance(kinds[0], RingWindow):
         return kinds[0]
     found = ", ".join(type(kind).__name__ for kind in kinds) or "nothing"
-    raise ConfigError(f"config: give that of a model of compressed attention; a layer of this keeps {found}")
+    raise ConfigError(f"config: give one of a compressed-attention model: a layer of this one stores {found}")

@@ -1,4 +1,4 @@
-"""One layer's cache as a step sees it: `LayerCacheHandle`."""
+"""The cache of one layer during a step: `LayerCacheHandle`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ _OUT = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LayerCacheHandle:
-    """The cache of one layer for the tokens of one step: what attention reads and writes.
+    """The cache of one layer for the tokens of one step, which attention reads and writes.
 
-    `request_slots` is [batch] int32, the row of each request, 0 is padding; `positions` and `request_ids` are
-    [tokens] int32, the latter an index into the batch, −1 in either is padding. Tokens of a request stand
-    side by side, at positions that rise by one. `block_table`, [rows, logical block] int32, and `block_lens`,
-    [rows] int32, are those of the layer's group; they, and `paged`, are None for a layer that has its window
-    alone.
+    `request_slots` is [batch] int32, the row of each request; 0 is padding. `positions` and `request_ids` are
+    [tokens] int32, the latter an index into the batch; −1 in either is padding. The tokens of a request are
+    adjacent, at consecutive positions. `block_table`, [rows, logical block] int32, and `block_lens`, [rows]
+    int32, are those of the layer's group; both, and `paged`, are None for a layer with only a window.
 
-    Every call is one launch (`compress` two) on the current stream, waits for nothing, and can be captured if
-    its outputs are given. Outputs that are left out are made: bfloat16 for quantised entries, else of the
-    entry's own dtype. A copy is made, too, of what has the numbers of a token apart in memory. What a call is
-    given is not read on the host, and gradients end there.
+    Every call is one launch (`compress`: two) on the current stream, does not wait, and can be captured if
+    its outputs are given. Without them, outputs are allocated: bfloat16 for quantised entries, else in the
+    entry's dtype. Inputs are copied if the numbers of a token are not contiguous. Inputs are not read on the
+    host, and gradients do not flow through them.
     """
 
     __slots__ = (
@@ -82,12 +81,11 @@ class LayerCacheHandle:
         out: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The entries that an indexer chose for each token: out [T, k, head_dim], and mask [T, k] bool.
+        """Read the entries that an indexer chose for each token: out [T, k, head_dim], and mask [T, k] bool.
 
         `topk_indices` is [T, k] int32 or int64, entries of the token's request. An index that is negative or
-        not yet visible, (p + 1) // ratio or more, and all of a padded token give zeros and False. Cost: one
-        launch. Errors: ArgumentError, also for a layer without entries; CaptureError where outputs are left
-        out.
+        not yet visible, (p + 1) // ratio or more, gives zeros and False, as do all indices of padding.
+        Errors: ArgumentError, also for a layer without entries; CaptureError without outputs.
         """
         blocks, pages = self._compressed()
         num_tokens = self.positions.shape[0]
@@ -112,12 +110,12 @@ class LayerCacheHandle:
     def gather_all_compressed_kv(
         self, out: torch.Tensor | None = None, lens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All entries of each request: out [B, N, head_dim], and how many its last token sees: lens [B].
+        """Read all entries of each request: out [B, N, head_dim], and how many its last token sees: lens [B].
 
-        N is that of `out`; left out, that of the longest request where the host was given the tokens, else
-        what the blocks of the row that has most could hold. Behind a length there are zeros; a length may be
-        above N. A request without tokens in the step has none. Cost: one launch. Errors: ArgumentError, also
-        for a layer without entries; CaptureError where outputs are left out.
+        N is that of `out`. Without `out`, it is the entries of the longest request if the tokens were given
+        on the host, else the entries that fit into the most blocks of any row. Outputs beyond a length are
+        zeros; a length may exceed N. A request without tokens in the step has length 0. Errors:
+        ArgumentError, also for a layer without entries; CaptureError without outputs.
         """
         _, pages = self._compressed()
         return self._gather_all(self.schema.codec, pages, out, lens)
@@ -125,10 +123,10 @@ class LayerCacheHandle:
     def gather_index(
         self, out: torch.Tensor | None = None, lens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All indexer keys of each request: out [B, N, index_head_dim], and lens [B] int32.
+        """Read all indexer keys of each request: out [B, N, index_head_dim], and lens [B] int32.
 
         As `gather_all_compressed_kv`. Errors: ArgumentError, also for a layer without an indexer;
-        CaptureError where outputs are left out.
+        CaptureError without outputs.
         """
         codec, pages = self._indexer()
         return self._gather_all(codec, pages, out, lens)
@@ -156,12 +154,12 @@ class LayerCacheHandle:
     def gather_swa_kv(
         self, out: torch.Tensor | None = None, lens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The window of each token, itself included, oldest first: out [T, window, head_dim], lens [T] int32.
+        """Read the window of each token, itself included: out [T, window, head_dim], lens [T] int32.
 
-        The step's tokens are written before (`write_swa`). With more than `unaccepted` of them in one request
-        what the first ones read has been written over, and is zeros: `gather_swa_chunk` serves a prefill.
-        Zeros behind a length, and for padding. Cost: one launch. Errors: ArgumentError; CaptureError where
-        outputs are left out.
+        Positions are oldest first. Write the step's tokens before (`write_swa`). If a request has more than
+        `unaccepted` of them, part of the first ones' windows is already overwritten and gives zeros: use
+        `gather_swa_chunk` for a prefill. Outputs beyond a length, and of padding, are zeros. Errors:
+        ArgumentError; CaptureError without outputs.
         """
         num_tokens, codec = self.positions.shape[0], self.schema.codec
         shape = (num_tokens, self.schema.window, codec.dim)
@@ -173,12 +171,12 @@ class LayerCacheHandle:
     def gather_swa_chunk(
         self, chunk: torch.Tensor, out: torch.Tensor | None = None, lens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The window before a request's tokens, then these: out [B, window − 1 + Q, head_dim], lens [B].
+        """Read the window before a request's tokens, then these: out [B, window − 1 + Q, head_dim], lens [B].
 
-        `chunk`, [T, head_dim], is what `write_swa` is given afterwards: it comes back rounded as it would be
-        stored, however long it is. Q is that of `out`; left out, the most tokens of a request where the host
-        was given them, else all of the step's. Oldest first, zeros behind a length. Cost: one launch.
-        Errors: ArgumentError; CaptureError where outputs are left out.
+        `chunk`, [T, head_dim], is the input of the `write_swa` that follows; it is returned rounded as it
+        will be stored, however long it is. Q is that of `out`. Without `out`, it is the most tokens of any
+        request if the tokens were given on the host, else all tokens of the step. Positions are oldest first;
+        outputs beyond a length are zeros. Errors: ArgumentError; CaptureError without outputs.
         """
         num_tokens, codec, window = self.positions.shape[0], self.schema.codec, self.schema.window
         batch = self.request_slots.shape[0]
@@ -187,7 +185,7 @@ class LayerCacheHandle:
         if out is None:
             width = window - 1 + (num_tokens if self._known is None else self._known.num_tokens)
         elif isinstance(out, torch.Tensor) and out.dim() == 3 and out.shape[1] < window:
-            raise ArgumentError(f"out: give at least {window} places a request, not {out.shape[1]}")
+            raise ArgumentError(f"out: give at least {window} positions per request, not {out.shape[1]}")
         out = self._output(out, (batch, width, codec.dim), _OUT, _dtype_of(codec), "out")
         lens = self._output(lens, (batch,), (torch.int32,), torch.int32, "lens")
         entries.gather_chunk(codec, self._tokens, window, self.state.ring, chunk.detach(), out, lens)
@@ -198,8 +196,7 @@ class LayerCacheHandle:
     def write_swa(self, kv: torch.Tensor) -> None:
         """Write each token's entry to its row's ring: kv [T, head_dim], quantised on the way.
 
-        Of a request with more tokens than the ring has rows, the last are kept. Cost: one launch. Errors:
-        ArgumentError.
+        If a request has more tokens than the ring has cells, only the last are kept. Errors: ArgumentError.
         """
         self._require(kv, (self.positions.shape[0], self.head_dim), _OUT, "kv", is_whole=False)
         entries.store_window(self.schema.codec, self._tokens, kv.detach(), self.state.ring)
@@ -207,14 +204,14 @@ class LayerCacheHandle:
     def write_compressed(self, kv: torch.Tensor) -> None:
         """Write the entry of each token that ends a block of `ratio` tokens: kv [T, head_dim], quantised.
 
-        Rows of other tokens are not read. An entry whose block was not allocated is not written. Cost: one
-        launch. Errors: ArgumentError, also for a layer without entries.
+        The values of other tokens are not read. An entry whose block was not allocated is not written.
+        Errors: ArgumentError, also for a layer without entries.
         """
         _, pages = self._compressed()
         self._write(self.schema.codec, pages, kv, "kv")
 
     def write_index(self, keys: torch.Tensor) -> None:
-        """As `write_compressed`, the indexer's keys of these entries: keys [T, index_head_dim]."""
+        """As `write_compressed`, for the indexer's keys of these entries: keys [T, index_head_dim]."""
         codec, pages = self._indexer()
         self._write(codec, pages, keys, "keys")
 
@@ -239,14 +236,14 @@ class LayerCacheHandle:
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The entry of each token that ends a block, out [T, head_dim] float32, and the tokens kept for later
-        ones; zeros for tokens that end none.
+        """Compute the entry of each token that ends a block, and keep the tokens for later entries.
 
-        `values` and `scores` are the compressor's projections of the step's tokens, [T, channels], scores
-        with the bias of a token's place in its block: 2 × head_dim channels where blocks overlap, else
-        head_dim. `norm` is the weight, [head_dim], and epsilon of a root mean square norm; `rotary` cos and
-        sin, [T, rotated / 2] each, at the first position of the token's block. Cost: two launches. Errors:
-        ArgumentError, also for a layer without entries; CaptureError where `out` is left out.
+        out is [T, head_dim] float32, zeros for tokens that do not end a block. `values` and `scores` are the
+        compressor's projections of the step's tokens, [T, channels], with 2 × head_dim channels where blocks
+        overlap, else head_dim; scores include the bias of a token's position in its block. `norm` is the
+        weight, [head_dim], and epsilon of a root mean square norm; `rotary` is cos and sin, [T, rotated / 2]
+        each, at the first position of the token's block. Cost: two launches. Errors: ArgumentError, also for
+        a layer without entries; CaptureError without `out`.
         """
         self._compressed()
         state = self.state.main_values, self.state.main_scores
@@ -260,7 +257,7 @@ class LayerCacheHandle:
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `compress`, by the indexer's compressor: out [T, index_head_dim] float32."""
+        """As `compress`, with the indexer's compressor: out [T, index_head_dim] float32."""
         self._indexer()
         state = self.state.index_values, self.state.index_scores
         return self._compress(state, self.schema.index_dim, values, scores, norm, rotary, out)
@@ -311,13 +308,12 @@ class LayerCacheHandle:
         compress.push(self._tokens, values, scores, kept_values, kept_scores)
         return out
 
-    # --- what the layer has, and what calls are given
+    # --- checks of the layer and of arguments
 
     def _compressed(self) -> tuple[BlockTable, torch.Tensor]:
         if self.paged is None or self._blocks is None:
             raise ArgumentError(
-                f"layer {self.schema.layer_idx} is {self.schema.attn_type.name}: "
-                "it keeps no compressed entries"
+                f"layer {self.schema.layer_idx} is {self.schema.attn_type.name}: it has no compressed entries"
             )
         return self._blocks, self.paged.entries
 
@@ -337,7 +333,7 @@ class LayerCacheHandle:
         name: str,
         is_whole: bool = True,
     ) -> None:
-        """An ArgumentError unless a kernel can take this tensor as it is; None is a size of any number."""
+        """Raise an ArgumentError unless a kernel can take this tensor. None in `shape` matches any size."""
         if not isinstance(given, torch.Tensor) or given.layout != torch.strided:
             raise ArgumentError(f"{name}: give a dense tensor, not {type(given).__name__}")
         fits = len(shape) == given.dim() and all(
@@ -345,15 +341,15 @@ class LayerCacheHandle:
         )
         if not fits:
             wanted = ", ".join("any" if want is None else str(want) for want in shape)
-            raise ArgumentError(f"{name} is {tuple(given.shape)}, not ({wanted})")
+            raise ArgumentError(f"{name}: give shape ({wanted}), not {tuple(given.shape)}")
         if given.dtype not in dtypes:
             raise ArgumentError(f"{name}: give {' or '.join(map(str, dtypes))}, not {given.dtype}")
         if given.device != self.state.device:
-            raise ArgumentError(f"{name} is on {given.device}, not on {self.state.device}")
+            raise ArgumentError(f"{name}: give a tensor on {self.state.device}, not on {given.device}")
         if is_whole and not given.is_contiguous():
             raise ArgumentError(f"{name}: give a contiguous tensor")
         if given.stride(-1) != 1 and not given.is_contiguous():
-            refuse_capture(self.state.device, f"{name}, of which numbers do not lie side by side,")
+            refuse_capture(self.state.device, f"copying {name}, which is not contiguous,")
 
     def _output(
         self,
@@ -363,16 +359,16 @@ class LayerCacheHandle:
         dtype: torch.dtype,
         name: str,
     ) -> torch.Tensor:
-        """The caller's buffer, or a new one."""
+        """Return the caller's buffer, or a new one."""
         if given is not None:
             self._require(given, shape, dtypes, name)
             return given
-        refuse_capture(self.state.device, f"leaving out `{name}`")
+        refuse_capture(self.state.device, f"allocating {name}")
         sizes = [size for size in shape if size is not None]
         return torch.empty(sizes, dtype=dtype, device=self.state.device)
 
 
 def _dtype_of(codec: Codec) -> torch.dtype:
-    """What numbers of an entry come back as where nobody says."""
+    """Return the default dtype of outputs."""
     found: torch.dtype = getattr(torch, codec.flat_dtype)
     return torch.bfloat16 if codec.scale_dtype is not None else found

@@ -1,4 +1,4 @@
-"""All cache state of one instance of a model of compressed attention: `KVCacheManager`."""
+"""All cache state of one instance of a compressed-attention model: `KVCacheManager`."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ __all__ = ["KVCacheManager"]
 class KVCacheManager:
     """Windows, compressors and compressed entries of all layers, for rows 1 … max_concurrent_requests.
 
-    Layers of one kind form a group: they share one space of block ids, one allocator and one table. Where the
-    number of usable blocks is not given, all requests fit at their longest; an explicit 0 is 0. By the number
-    of a layer there are `schemas`, `state_pools` and, None where it has no compressed entries, `paged_pools`,
-    `allocators` (the group's `BlockAllocator`: `acquire` takes blocks that belong to no request, `release`
-    gives them back), `block_tables` ([rows, logical block] int32, −1 where nothing is) and `block_lens`
-    ([rows] int32).
-    `request_slot_map` is [rows] int32 on the device, 1 where a request runs and 0 elsewhere.
+    Layers of one kind form a group: they share one space of block ids, one allocator and one table. By
+    default there are enough usable blocks for all requests at their longest; an explicit 0 means none. These
+    are indexed by the number of a layer: `schemas`, `state_pools` and, None for a layer without compressed
+    entries, `paged_pools`, `allocators` (the group's `BlockAllocator`: `acquire` takes blocks that belong to
+    no request, `release` frees them), `block_tables` ([rows, logical block] int32, −1 for no block) and
+    `block_lens` ([rows] int32). `request_slot_map` is [rows] int32 on the device: 1 for a running request,
+    else 0.
 
-    Tensors are made once and never move, and none is ever read back. Admission, release and allocation happen
-    between captures, handles and what they do inside. Several threads may call it.
+    Tensors are allocated once and never move, and none is read back. Admit, release and allocate outside of
+    captures; handles and their calls can be captured. Thread-safe.
 
     Errors: ConfigError, naming the argument.
     """
@@ -98,7 +98,7 @@ class KVCacheManager:
         self.block_lens = {
             layer: None if blocks is None else blocks.lens for layer, blocks in self._blocks.items()
         }
-        # [layer][row]: how many blocks of the row's the layer has asked for.
+        # [layer][row]: how many of the row's blocks the layer has asked for.
         self._taken = {
             layer: np.zeros(self.max_concurrent_requests + 1, dtype=np.int32)
             for layer, blocks in self._blocks.items()
@@ -106,7 +106,7 @@ class KVCacheManager:
         }
 
     def _make_states(self) -> list[StatePool]:
-        """A pool for the layers of each kind."""
+        """Allocate one pool per kind of layer."""
         members: dict[RingWindow, list[LayerCacheSchema]] = {}
         for schema in self.schemas.values():
             members.setdefault(schema.kind, []).append(schema)
@@ -148,15 +148,15 @@ class KVCacheManager:
         )
         return (
             f"KVCacheManager({len(self.schedule)} layers on {self.device}: {self._rows.num_held} of "
-            f"{self.max_concurrent_requests} rows run; {groups or 'no blocks'})"
+            f"{self.max_concurrent_requests} rows running; {groups or 'no blocks'})"
         )
 
     def admit_request(self) -> int:
-        """The lowest free row, whose state is that of a new request; the caller's until `release_request`.
+        """Take the lowest free row and return it; the caller holds it until `release_request`.
 
-        The state is reset here as well as at the release: what was written through a handle of the row's
-        last request since then is gone. Cost: one launch, no synchronisation. Errors: CapacityError when all
-        rows are taken; CaptureError.
+        The row's state is that of a new request. It is reset here as well as by `release_request`, in case a
+        stale handle of the row's last request has written to it since. Cost: one launch, no synchronisation.
+        Errors: CapacityError if no row is free; CaptureError.
         """
         refuse_capture(self.device, "admit_request")
         with self._lock:
@@ -169,11 +169,10 @@ class KVCacheManager:
             return row
 
     def release_request(self, slot: int) -> None:
-        """Give back a row and all its blocks, and reset its state in all layers.
+        """Free a row and all its blocks, and reset its state in all layers.
 
-        Interrupted while it resets the state, it leaves the row held, to be released again. Cost: O(blocks of
-        the row) on the host, and one launch; no synchronisation. Errors: NotHeldError, OutOfRangeError,
-        ArgumentError; CaptureError.
+        If the call is interrupted during the reset, the row stays held and can be released again. Cost: one
+        launch, no synchronisation. Errors: NotHeldError, OutOfRangeError, ArgumentError; CaptureError.
         """
         refuse_capture(self.device, "release_request")
         with self._lock:
@@ -188,13 +187,13 @@ class KVCacheManager:
             self._rows.free([row])
 
     def allocate_block(self, layer_idx: int, request_slot: int) -> int:
-        """The next block of a request in a layer, which is valid in all layers of its group.
+        """Return the next block of a request in a layer; the block is valid in all layers of its group.
 
-        The n-th call for any of them gives the group's n-th block of that request: the first one to ask has
-        it allocated, and appended to the request's table. Cost: O(blocks of the row) on the host, and to
-        allocate one launch; no synchronisation. Errors: ArgumentError for a layer that is
-        not there or keeps no compressed entries; NotHeldError, OutOfRangeError; CapacityError when the table
-        of the request is full or the blocks are out; CaptureError.
+        The n-th call for a layer returns the request's n-th block in the group: the first layer to ask for
+        it allocates it and appends it to the request's table. An allocation costs one launch, no
+        synchronisation. Errors: ArgumentError for an unknown layer or one without compressed entries;
+        NotHeldError, OutOfRangeError; CapacityError if the request's table is full or no block is free;
+        CaptureError.
         """
         refuse_capture(self.device, "allocate_block")
         with self._lock:
@@ -215,15 +214,15 @@ class KVCacheManager:
     def acquire(
         self, layer_idx: int, request_slots: AnyIds, positions: AnyIds, request_ids: AnyIds
     ) -> LayerCacheHandle:
-        """One layer's cache for the tokens of a step: `request_slots` [batch], 0 is padding; `positions` and
-        `request_ids` [tokens], the latter into the batch, −1 in either is padding.
+        """Return one layer's cache for the tokens of a step.
 
-        int32 tensors on the device are used as they are: nothing is made, and the call can be captured. Their
-        contents are not looked at; kernels leave out what is out of range. What lies on the host is looked
-        through and sent. Cost: O(1), and for what lies on the host O(n) and one staged copy. Errors:
-        ArgumentError for another layer, dtype, shape or device, and on the host for a row that stands twice
-        and tokens of a request that do not stand side by side; OutOfRangeError and NotHeldError there;
-        CaptureError for ids on the host.
+        `request_slots` is [batch], 0 is padding; `positions` and `request_ids` are [tokens], the latter
+        indices into the batch; −1 in either is padding. int32 tensors on the device are used as they are:
+        nothing is allocated, and the call can be captured. They are not checked; kernels ignore ids that are
+        out of range. Ids on the host are checked and sent in one staged copy. Errors: ArgumentError for an
+        unknown layer or a wrong dtype, shape or device, and, on the host, for a duplicate row or tokens of a
+        request that are not adjacent; OutOfRangeError and NotHeldError for ids on the host; CaptureError for
+        ids on the host.
         """
         layer = self._layer(layer_idx)
         tokens, known = read_tokens(
@@ -239,14 +238,14 @@ class KVCacheManager:
         )
 
     def memory_bytes(self) -> int:
-        """Bytes of all pools and tables on the device, padding included. O(layers)."""
+        """Bytes of all pools and tables on the device, padding included."""
         return sum(
             sum(part.memory_bytes() for part in parts)
             for parts in (self._states, self._entries, self._groups)
         )
 
     def check(self) -> None:
-        """Verify invariants 1 to 7 and 18. Cost: a walk over all of it. Errors: InvariantError."""
+        """Verify invariants 1 to 7 and 18. Walks over everything. Errors: InvariantError."""
         with self._lock:
             self._rows.check()
             running = [row for row in range(1, self.max_concurrent_requests + 1) if self._rows.is_held(row)]

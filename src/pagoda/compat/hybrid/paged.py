@@ -14,13 +14,13 @@ __all__ = ["PagedKVPool"]
 
 
 class PagedKVPool:
-    """Blocks 1 … num_blocks of a layer's compressed entries and, where it has an indexer, of its keys.
+    """Blocks 1 … num_blocks of a layer's compressed entries and, if it has an indexer, of the indexer's keys.
 
-    `entries` is [num_blocks + 1, bytes of a block] uint8, `index` likewise or None; block 0 is null. Entry i
-    of a request lies at i % entries_per_block of block i // entries_per_block of its table. A block has the
-    data of all its entries, then the scales of all, then padding.
+    `entries` is [num_blocks + 1, bytes of a block] uint8; `index` has the same form, or is None; block 0 is
+    the null block. Entry i of a request is entry i % entries_per_block of block i // entries_per_block of its
+    table. A block has the data of all its entries, then the scales of all, then padding.
 
-    Errors: ConfigError, also for a layer that keeps no compressed entries.
+    Errors: ConfigError, also for a layer without compressed entries.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class PagedKVPool:
             raise ConfigError(f"schema: give a LayerCacheSchema, not {type(schema).__name__}")
         if schema.ratio == 0:
             raise ConfigError(
-                f"schema: layer {schema.layer_idx} is {schema.attn_type.name}: it keeps no compressed entries"
+                f"schema: layer {schema.layer_idx} is {schema.attn_type.name}: it has no compressed entries"
             )
         (group,) = schema.layout().paged_groups
         blocks = count(num_blocks, "num_blocks", low=0)
@@ -38,10 +38,7 @@ class PagedKVPool:
 
     @classmethod
     def of_layer(cls, schema: LayerCacheSchema, pool: EntryPool, layer: int) -> PagedKVPool:
-        """The face of one layer of a pool that holds a group of them: nothing is made. O(1).
-
-        Errors: ArgumentError.
-        """
+        """Wrap one layer of a group's pool, without allocating. Errors: ArgumentError."""
         made = cls.__new__(cls)
         made._become(schema, pool, layer_number(layer, pool.num_layers))
         return made
@@ -54,16 +51,16 @@ class PagedKVPool:
         self.index = None if schema.index is None else pages[schema.index.name]
 
     def view(self, entry: str, part: str) -> torch.Tensor:
-        """A part of all entries as what it is: [num_blocks + 1, entries_per_block, *shape], no copy.
+        """View a part of all entries in its dtype: [num_blocks + 1, entries_per_block, *shape].
 
-        view("compressed", "rope") is bfloat16, view("index", "scale") float32. O(1). Errors: ArgumentError.
+        view("compressed", "rope") is bfloat16, view("index", "scale") float32. Errors: ArgumentError.
         """
         return self._pool.view(self._layer, entry, part)
 
     def memory_bytes(self) -> int:
-        """Bytes of this layer's blocks, block 0 included. O(1)."""
+        """Bytes of this layer's blocks, block 0 included."""
         return self.entries.numel() + (0 if self.index is None else self.index.numel())
 
     def check(self) -> None:
-        """Verify invariant 6. O(layers of the group). Errors: InvariantError."""
+        """Verify invariant 6. Errors: InvariantError."""
         self._pool.check()

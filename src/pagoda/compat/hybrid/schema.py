@@ -1,4 +1,4 @@
-"""What one layer keeps, with every size: `LayerCacheSchema`."""
+"""What one layer stores, with every size: `LayerCacheSchema`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["LayerCacheSchema", "build_schema"]
 
 @dataclass(frozen=True)
 class LayerCacheSchema:
-    """What layer `layer_idx` keeps, all of it read off its `kind`.
+    """What layer `layer_idx` stores, all derived from its `kind`.
 
-    Errors: ConfigError for blocks that end inside an entry, and for entries that hold other numbers than the
-    layer has, or in a form that no kernel knows.
+    Errors: ConfigError for blocks that end inside an entry, and for entries with other dimensions than the
+    layer's or in a format that kernels do not support.
     """
 
     layer_idx: int
@@ -40,52 +40,52 @@ class LayerCacheSchema:
 
     @property
     def ratio(self) -> int:
-        """Tokens of a compressed entry; 0 where there is none. O(1)."""
+        """Tokens per compressed entry; 0 without compressed entries."""
         return self.kind.ratio if isinstance(self.kind, CompressedAttention) else 0
 
     @property
     def overlap(self) -> bool:
-        """Whether an entry is made of its own block of tokens and the one before. O(1)."""
+        """Whether an entry is made of its own block of tokens and the previous one."""
         return isinstance(self.kind, CompressedAttention) and self.kind.overlap
 
     @property
     def window(self) -> int:
-        """Tokens that a query reads of the window, its own included. O(1)."""
+        """Tokens of the window that a query reads, its own included."""
         return self.kind.window
 
     @property
     def ring_size(self) -> int:
-        """Rows of the ring: the window, and what is not yet accepted. O(1)."""
+        """Cells of the ring: the window, and tokens that are not yet accepted."""
         return self.kind.ring
 
     @property
     def entries_per_block(self) -> int:
-        """Compressed entries of a block; 0 where there are none. O(1)."""
+        """Compressed entries per block; 0 without compressed entries."""
         return self.block_tokens // self.ratio if self.ratio else 0
 
     @property
     def entry(self) -> Entry:
-        """The bytes of an entry, in the ring and in blocks. O(1)."""
+        """The byte layout of an entry, in the ring and in blocks."""
         return self.kind.entry
 
     @property
     def index(self) -> Entry | None:
-        """The bytes of an indexer's key, or None. O(1)."""
+        """The byte layout of an indexer's key; None without an indexer."""
         return self.kind.index if isinstance(self.kind, CompressedAttention) else None
 
     @property
     def index_dim(self) -> int:
-        """Numbers of an indexer's key; 0 without an indexer. O(1)."""
+        """Numbers per indexer key; 0 without an indexer."""
         return self.kind.index_dim if isinstance(self.kind, CompressedAttention) else 0
 
     @property
     def main_state_shape(self) -> tuple[int, ...] | None:
-        """(rows, channels) of the compressor's values, and of its scores; None without one. O(1)."""
+        """(cells, channels) of the compressor's values, and of its scores; None without a compressor."""
         return self._shape("main_values")
 
     @property
     def index_state_shape(self) -> tuple[int, ...] | None:
-        """As `main_state_shape`, of the indexer's compressor. O(1)."""
+        """As `main_state_shape`, for the indexer's compressor."""
         return self._shape("index_values")
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
@@ -93,21 +93,21 @@ class LayerCacheSchema:
 
     @cached_property
     def codec(self) -> Codec:
-        """How the numbers of an entry become bytes. O(1)."""
+        """How the numbers of an entry become bytes."""
         return Codec.of(self.entry)
 
     @cached_property
     def index_codec(self) -> Codec | None:
-        """How the numbers of an indexer's key become bytes; None without an indexer. O(1)."""
+        """How the numbers of an indexer's key become bytes; None without an indexer."""
         return None if self.index is None else Codec.of(self.index)
 
     def layout(self, num_layers: int = 1) -> Layout:
-        """The layout of so many layers of this kind and nothing else. O(layers)."""
+        """Return a layout of `num_layers` layers of this kind and nothing else."""
         return Layout([self.kind] * num_layers, self.block_tokens)
 
 
 def build_schema(config: DSV4Config, spec: LayerSpec) -> LayerCacheSchema:
-    """What one layer of a schedule keeps. O(1). Errors: ConfigError."""
+    """Return the schema of one layer of a schedule. Errors: ConfigError."""
     if not isinstance(config, DSV4Config):
         raise ConfigError(f"config: give a DSV4Config, not {type(config).__name__}")
     if not isinstance(spec, LayerSpec):
@@ -124,4 +124,4 @@ def build_schema(config: DSV4Config, spec: LayerSpec) -> LayerCacheSchema:
 
 def _require_dim(codec: Codec, dim: int, name: str, dim_name: str) -> None:
     if codec.dim != dim:
-        raise ConfigError(f"{name}: it holds {codec.dim} numbers, and {dim_name} is {dim}")
+        raise ConfigError(f"{name}: give an Entry of {dim_name} = {dim} numbers, not {codec.dim}")

@@ -1,4 +1,4 @@
-"""What one layer keeps a request, of a fixed size: `StateCachePool`."""
+"""The state that one layer keeps per request, of fixed size: `StateCachePool`."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ __all__ = ["StateCachePool", "StateSnapshot"]
 class StateSnapshot:
     """A copy of one request's state in one layer: `parts` by name, on the pool's device.
 
-    `length` is None for all rows as they lie in the pool; else the tokens that a resume begins at, and parts
-    hold only the rows that it needs, oldest first."""
+    If `length` is None, parts have all cells as in the pool. Otherwise a request resumes at `length` tokens,
+    and parts have only the cells that it needs, oldest first."""
 
     length: int | None
     parts: dict[str, torch.Tensor]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all parts. O(parts)."""
+        """Bytes of all parts."""
         return sum(part.numel() * part.element_size() for part in self.parts.values())
 
 
 class StateCachePool:
-    """The window of each request in a ring, and the rows of the layer's compressors.
+    """The window of each request as a ring, and the states of the layer's compressors.
 
-    Slots are 1 … max_concurrent_requests, 0 is padding; all begin as after `reset_slot`. The token at
-    position p lies in row p % ring of the window and in row p % rows of a compressor::
+    Slots are 1 … max_concurrent_requests, 0 is padding; all are reset at first. The token at position p is in
+    cell p % ring of the window and in cell p % cells of a compressor::
 
         window                        [N + 1, ring, bytes of an entry's data] uint8
-        window_scales                 [N + 1, ring, bytes of its scales] uint8, or None where it has none
-        positions                     [N + 1, ring] int32: which position a row of the window holds, −1 none
-        main_values, main_scores      [N + 1, rows, channels] float32, or None without a compressor
-        index_values, index_scores    the same of the indexer, or None
+        window_scales                 [N + 1, ring, bytes of its scales] uint8, or None without scales
+        positions                     [N + 1, ring] int32: the position in each cell; −1 if it is empty
+        main_values, main_scores      [N + 1, cells, channels] float32, or None without a compressor
+        index_values, index_scores    the same for the indexer, or None
 
     Errors: ConfigError.
     """
@@ -63,15 +63,15 @@ class StateCachePool:
 
     @property
     def ring(self) -> Ring:
-        """The windows of all rows, as kernels take them. O(1)."""
+        """The windows of all slots, as kernels take them."""
         return Ring(self.window, self.window_scales, self.positions)
 
     @classmethod
     def of_layer(
         cls, schema: LayerCacheSchema, pool: StatePool, layer: int, lock: threading.RLock
     ) -> StateCachePool:
-        """The face of one layer of a pool that holds several: nothing is made. Its calls take turns under
-        `lock`. O(parts). Errors: ArgumentError."""
+        """Wrap one layer of a pool with several, without allocating. `lock` serialises its calls. Errors:
+        ArgumentError."""
         made = cls.__new__(cls)
         made._become(schema, pool, layer_number(layer, pool.num_layers), lock)
         return made
@@ -87,9 +87,9 @@ class StateCachePool:
         self.index_values, self.index_scores = parts.get("index_values"), parts.get("index_scores")
 
     def reset_slot(self, slot: int) -> None:
-        """Give a row what a new request begins with: values 0, scores −inf, positions −1.
+        """Reset a slot to the state of a new request: values 0, scores −inf, positions −1.
 
-        Cost: one launch, no synchronisation; it can be captured once a row was reset. Errors:
+        Cost: one launch, no synchronisation; it can be captured once a first call has compiled it. Errors:
         OutOfRangeError, ArgumentError.
         """
         self._reset(self._slot(slot))
@@ -99,18 +99,18 @@ class StateCachePool:
             kernels.fill_rows(self._regions, at)
 
     def snapshot(self, slot: int, length: int | None = None) -> StateSnapshot:
-        """A copy of a request's state, exact, on the device; the caller's own.
+        """Return an exact copy of a request's state on the device, owned by the caller.
 
-        Without `length` all of it, as it is: preemption. With it, a multiple of block_tokens, only what a
-        resume at so many tokens reads: the last window − 1 rows of the window and, where blocks overlap, the
-        last `ratio` rows of the compressors: prefix reuse. The request has these tokens and at most
-        `unaccepted` − 1 more. Cost: one launch a part, two where its rows wrap around; no synchronisation.
-        Errors: OutOfRangeError, ArgumentError; CaptureError.
+        Without `length`, copy all of it, for preemption. With it, a multiple of block_tokens, copy only what
+        a resume at that many tokens reads, for prefix reuse: the last window − 1 cells of the window and,
+        where blocks overlap, the last `ratio` cells of the compressors. The request must have these tokens
+        and at most `unaccepted` − 1 more. Cost: one launch per part, two where its cells wrap around; no
+        synchronisation. Errors: OutOfRangeError, ArgumentError; CaptureError.
         """
         at = self._slot(slot)
         tokens = None if length is None else self._length(length)
         refuse_capture(self.device, "snapshot")
-        # Also what is copied under inference_mode may be written outside of it.
+        # The copies may be written outside of inference_mode even if made under it.
         with self._lock, torch.inference_mode(False):
             if tokens is None:
                 return StateSnapshot(None, {name: part[at].clone() for name, part in self._parts.items()})
@@ -121,11 +121,11 @@ class StateCachePool:
             return StateSnapshot(tokens, parts)
 
     def restore(self, slot: int, snapshot: StateSnapshot) -> None:
-        """Give a row the state of a snapshot, of this layer or one of its kind; it stays as it is.
+        """Copy a snapshot of this layer, or of one of the same kind, into a slot.
 
-        What a snapshot at a length does not hold is as after `reset_slot`. Cost: one launch a part, and as
-        many as `reset_slot` and `snapshot` for one at a length; no synchronisation. Errors: OutOfRangeError;
-        ArgumentError for another layer kind's, or one on another device.
+        Cells that a snapshot at a length does not have are reset. Cost: one launch per part; for a snapshot
+        at a length, the launches of `reset_slot` and `snapshot`; no synchronisation. Errors: OutOfRangeError;
+        ArgumentError for a snapshot of another kind of layer or on another device.
         """
         at = self._slot(slot)
         self._require(snapshot)
@@ -136,15 +136,16 @@ class StateCachePool:
                 return
             self._reset(at)
             for name, begin in self._needed(snapshot.length).items():
-                for place, rows in self._runs(name, begin, snapshot.length):
-                    self._parts[name][at, place].copy_(snapshot.parts[name][rows])
+                for place, cells in self._runs(name, begin, snapshot.length):
+                    self._parts[name][at, place].copy_(snapshot.parts[name][cells])
             begin = self._needed(snapshot.length)["window"]
-            for place, rows in self._runs("window", begin, snapshot.length):
-                torch.arange(begin + rows.start, begin + rows.stop, out=self.positions[at, place])
+            for place, cells in self._runs("window", begin, snapshot.length):
+                torch.arange(begin + cells.start, begin + cells.stop, out=self.positions[at, place])
 
     def _needed(self, length: int) -> dict[str, int]:
-        """The first position that a resume at `length` reads, of each part that it reads. Positions of the
-        window are not among them: they follow from the length."""
+        """Return the first position that a resume at `length` reads, for each part that it reads.
+
+        The part `positions` is not among them: it follows from the length."""
         first = max(0, length - self.schema.window + 1)
         needed = {name: first for name in self._parts if name in ("window", "window_scales")}
         if self.schema.overlap:
@@ -153,7 +154,7 @@ class StateCachePool:
         return needed
 
     def _runs(self, name: str, begin: int, end: int) -> Iterator[tuple[slice, slice]]:
-        """Where positions [begin, end) lie in a part, and in a copy of just these: one run, or two."""
+        """Yield where positions [begin, end) are in a part, and in a copy of just these: one or two runs."""
         size = self._parts[name].shape[1]
         at = begin
         while at < end:
@@ -163,7 +164,7 @@ class StateCachePool:
             at = stop
 
     def _slot(self, slot: Any) -> int:
-        return one_id(slot, "slot", 1, self.max_concurrent_requests, "rows")
+        return one_id(slot, "slot", 1, self.max_concurrent_requests, "slots")
 
     def _length(self, length: Any) -> int:
         tokens = integer(length, "length", 0, ArgumentError)
@@ -176,7 +177,7 @@ class StateCachePool:
 
     def _require(self, snapshot: Any) -> None:
         if not isinstance(snapshot, StateSnapshot):
-            raise ArgumentError(f"snapshot: give what `snapshot` gave, not {type(snapshot).__name__}")
+            raise ArgumentError(f"snapshot: give a StateSnapshot, not {type(snapshot).__name__}")
         wanted = {name: tuple(part.shape[1:]) for name, part in self._parts.items()}
         if snapshot.length is not None:
             length = self._length(snapshot.length)
@@ -184,13 +185,13 @@ class StateCachePool:
             wanted = {name: (length - begin, *wanted[name][1:]) for name, begin in needed.items()}
         if set(snapshot.parts) != set(wanted):
             raise ArgumentError(
-                f"snapshot: it has {', '.join(snapshot.parts)}, and layer {self.schema.layer_idx} keeps "
+                f"snapshot: it has {', '.join(snapshot.parts)}, but layer {self.schema.layer_idx} needs "
                 f"{', '.join(wanted)}"
             )
         for name, shape in wanted.items():
             kept = snapshot.parts[name]
             if not isinstance(kept, torch.Tensor) or kept.layout != torch.strided:
-                raise ArgumentError(f"snapshot: its {name} is no dense tensor")
+                raise ArgumentError(f"snapshot: its {name} is not a dense tensor")
             found = (tuple(kept.shape), kept.dtype, kept.device)
             if found != (shape, self._parts[name].dtype, self.device):
                 raise ArgumentError(
@@ -198,9 +199,9 @@ class StateCachePool:
                 )
 
     def memory_bytes(self) -> int:
-        """Bytes of this layer's states, row 0 included. O(parts)."""
+        """Bytes of this layer's states, slot 0 included."""
         return sum(part.numel() * part.element_size() for part in self._parts.values())
 
     def check(self) -> None:
-        """Verify invariants 6 and 7. O(parts). Errors: InvariantError."""
+        """Verify invariants 6 and 7. Errors: InvariantError."""
         self._pool.check()

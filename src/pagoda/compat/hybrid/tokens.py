@@ -1,4 +1,4 @@
-"""The tokens of a step, from the host or from the device. In: ids as callers have them; out: `Tokens`."""
+"""The tokens of a step, on the host or on the device. In: ids as callers give them; out: `Tokens`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Known", "read_tokens"]
 
 
 class Known(NamedTuple):
-    """What the host knows of the tokens of a step, when it was given them there."""
+    """What is known about the tokens of a step if they were given on the host."""
 
     length: int  # tokens of the longest request, those of the step included
-    num_tokens: int  # of the step, of the request that has most
+    num_tokens: int  # the most tokens that any request has in the step
 
 
 def read_tokens(
@@ -33,7 +33,7 @@ def read_tokens(
     max_tokens: int,
     staging: Staging,
 ) -> tuple[Tokens, Known | None]:
-    """Tokens on the device of `staging`, and what the host knows of them. Cost and errors: `acquire`."""
+    """Return tokens on the device of `staging`, and what is known about them. Errors: those of `acquire`."""
     given = {"request_slots": request_slots, "request_ids": request_ids, "positions": positions}
     there: dict[str, torch.Tensor] = {}
     on_host: dict[str, npt.NDArray[np.int64]] = {}
@@ -46,7 +46,8 @@ def read_tokens(
     sizes |= {name: ids.shape[0] for name, ids in on_host.items()}
     if sizes["positions"] != sizes["request_ids"]:
         raise ArgumentError(
-            f"{sizes['positions']} positions and {sizes['request_ids']} request_ids: give one of each a token"
+            f"there are {sizes['positions']} positions and {sizes['request_ids']} request_ids: give one of "
+            "each per token"
         )
     known = None
     if on_host:
@@ -57,7 +58,7 @@ def read_tokens(
 
 
 def _is_there(ids: Any, name: str, device: torch.device) -> TypeGuard[torch.Tensor]:
-    """Whether ids are a tensor on the device; an ArgumentError for one that kernels do not take."""
+    """Whether ids are a tensor on the device. Errors: ArgumentError for one that kernels do not take."""
     if not isinstance(ids, torch.Tensor) or (ids.device != device and ids.device.type == "cpu"):
         return False
     if ids.device != device:
@@ -73,23 +74,23 @@ def _is_there(ids: Any, name: str, device: torch.device) -> TypeGuard[torch.Tens
 def _look_at(
     on_host: dict[str, npt.NDArray[np.int64]], batch: int, rows: FreeList, max_tokens: int
 ) -> Known | None:
-    """Checks ids that lie on the host; what they tell of lengths, if all tokens lie there."""
+    """Check ids on the host, and return what they tell about lengths if all tokens are there."""
     slots, ids, positions = (on_host.get(name) for name in ("request_slots", "request_ids", "positions"))
     if slots is not None:
         require_range(slots, 0, rows.num_ids, "request_slots", "rows")
         real = slots[slots > 0]
         if np.unique(real).size != real.size:
-            raise ArgumentError("request_slots: a row stands twice")
+            raise ArgumentError("request_slots has a duplicate: give each row once")
         try:
             rows.require_held(real)
         except UsageError as error:
             in_words(error, ids="request_slots")
             raise
     if ids is not None:
-        require_range(ids, -1, batch - 1, "request_ids", "requests of the batch, and −1, padding,")
+        require_range(ids, -1, batch - 1, "request_ids", "requests of the batch, and −1 for padding,")
     if positions is not None:
         last = min(max_tokens, 2**31 - 1) - 1
-        require_range(positions, -1, last, "positions", "positions, and −1, padding,")
+        require_range(positions, -1, last, "positions", "positions, and −1 for padding,")
     if ids is None or positions is None:
         return None
     is_real = (ids >= 0) & (positions >= 0)
@@ -102,7 +103,5 @@ def _look_at(
     begins = np.flatnonzero(np.concatenate([[True], ~is_next]))
     is_apart = is_next & ((where[1:] != where[:-1] + 1) | (at[1:] != at[:-1] + 1))
     if is_apart.any() or np.unique(whose[begins]).size != begins.size:
-        raise ArgumentError(
-            "positions: tokens of a request do not stand side by side, at positions that rise by one"
-        )
+        raise ArgumentError("positions: give the tokens of a request side by side, at consecutive positions")
     return Known(int(where.max()) + 1, int(np.diff(begins, append=whose.size).max()))

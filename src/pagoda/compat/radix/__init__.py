@@ -1,6 +1,6 @@
-"""A radix-tree KV cache: sizing, the cache over `PrefixTree`, a scheduler's view of it, the picture.
+"""A radix-tree KV cache: sizing, the cache over `PrefixTree`, a scheduler's view of it, a printed picture.
 
-In: tokens; out: the slots that hold them. `pages` and `answers` are parts of the others.
+In: tokens; out: the slots that hold them. `pages` and `answers` are internal.
 """
 
 from pagoda.compat.radix.interface import BaseCacheHandle, BaseCacheManager, SizeInfo

@@ -1,7 +1,6 @@
 """Slots on their way to a device. In: how many there will be; out: a tensor of them.
 
-All memory is there before anything is decided: what changes a cache to make an answer cannot fail
-to give it.
+All memory is allocated before a cache changes, so that a call which has changed it cannot fail to return.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ __all__ = ["Answer"]
 
 
 class Answer:
-    """Room for [num_slots] int32 slots: `room` on the host, to be filled once, and the tensor to `send`.
+    """Memory for [num_slots] int32 slots: `room` on the host, to be filled once, and the tensor to `send`.
 
-    Cost: its memory; pinned memory comes from torch's own cache.
+    Pinned memory comes from torch's own cache.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -29,9 +28,9 @@ class Answer:
         self.room: npt.NDArray[np.int32] = self._place.numpy()
 
     def send(self) -> torch.Tensor:
-        """The slots on the device, for whatever the current stream runs next.
+        """Return the slots on the device, for later work of the current stream.
 
-        Cost: one copy that nobody waits for, on a CPU none.
+        Cost: one asynchronous copy; none on a CPU.
         """
         if self._place is not self._result:
             with on_device(self._device):

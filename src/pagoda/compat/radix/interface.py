@@ -1,4 +1,4 @@
-"""What every cache of prefixes can do. In: tokens; out: the indices of the slots that hold them."""
+"""The interface of prefix caches. In: tokens; out: the indices of the slots that hold them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["BaseCacheHandle", "BaseCacheManager", "SizeInfo"]
 
 
 class SizeInfo(NamedTuple):
-    """How many tokens are cached, and how they divide."""
+    """How many cached tokens are evictable, and how many are protected."""
 
     evictable_size: int
     protected_size: int
 
     @property
     def total_size(self) -> int:
-        """All cached tokens. O(1)."""
+        """All cached tokens."""
         return self.evictable_size + self.protected_size
 
 
@@ -30,7 +30,7 @@ class SizeInfo(NamedTuple):
 class BaseCacheHandle:
     """What a match found: the first `cached_len` tokens. It protects nothing until it is locked.
 
-    Errors: ArgumentError for a length that is none.
+    Errors: ArgumentError for an invalid length.
     """
 
     cached_len: int
@@ -40,34 +40,34 @@ class BaseCacheHandle:
 
 
 class BaseCacheManager(ABC):
-    """What every cache of prefixes can do: tokens in, the indices of their slots out."""
+    """A cache of prefixes: tokens in, the indices of their slots out."""
 
     @abstractmethod
     def match_prefix(self, input_ids: AnyIds) -> tuple[BaseCacheHandle, torch.Tensor]:
-        """The longest cached prefix and its indices; changes nothing, protects nothing. Cost: O(tokens)."""
+        """Return the longest cached prefix and its indices. Changes nothing and protects nothing."""
 
     @abstractmethod
     def lock_handle(self, handle: BaseCacheHandle | None, unlock: bool = False) -> None:
-        """Protect what a handle found from eviction, or no longer. Cost: O(tokens)."""
+        """Protect the prefix of a handle from eviction; with `unlock`, end that protection."""
 
     @abstractmethod
     def insert_prefix(self, input_ids: AnyIds, indices: AnyIds) -> int:
-        """Cache tokens; the length that was cached already. The rest is the cache's. Cost: O(tokens)."""
+        """Cache tokens and return how many were cached already. The cache owns the indices of the rest."""
 
     @abstractmethod
     def evict(self, size: int) -> torch.Tensor:
-        """The indices of `size` tokens, in whole pages, which are the caller's now. Cost: what it evicts."""
+        """Evict `size` tokens, in whole pages, and return their indices, which the caller now owns."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything; all indices are the caller's. Cost: O(all that was cached)."""
+        """Forget everything; the caller owns all indices."""
 
     @property
     @abstractmethod
     def size_info(self) -> SizeInfo:
-        """How many tokens are evictable and protected. O(1)."""
+        """How many tokens are evictable, and how many are protected."""
 
     def check(self) -> None:
-        """Verify what is known of every cache: no size is negative. O(1). Errors: InvariantError."""
+        """Verify what holds for every cache: no size is negative. Errors: InvariantError."""
         if min(self.size_info) < 0:
             raise InvariantError(13, f"{self.size_info}: a size is negative")

@@ -1,7 +1,7 @@
 """`RadixCacheManager`: a cache of slots over `PrefixTree`.
 
 In: tokens; out: the slots that hold them. Indices are slots, slot = page * page_size + offset, and may
-begin at 0: the tree knows a page by its number + 1. Owns the pages it was given until it evicts them
+begin at 0: the tree's page ids are page + 1. Owns the pages that were inserted until it evicts them
 (invariant 13).
 """
 
@@ -43,13 +43,12 @@ NOTHING = np.zeros(0, dtype=np.int32)
 
 @dataclass(frozen=True, eq=False)
 class RadixCacheHandle(BaseCacheHandle):
-    """The first `cached_len` tokens of a sequence, as a match in a `RadixCacheManager` found them.
+    """The first `cached_len` tokens of a sequence, as `RadixCacheManager.match_prefix` found them.
 
-    One made by hand names the `node` where these tokens end: ``RadixCacheHandle(0, manager.root_node)`` is
-    that of a request that matched nothing. Locking and unlocking it does nothing, since the root is never
-    evicted.
+    A handle made by hand names the `node` where these tokens end: ``RadixCacheHandle(0, manager.root_node)``
+    is the handle of a request that matched nothing. Locking it does nothing, since the root is never evicted.
 
-    Errors: ArgumentError for a length at which the node does not end.
+    Errors: ArgumentError if the node does not end at `cached_len` tokens.
     """
 
     node: RadixTreeNode | None = field(default=None, repr=False)
@@ -71,23 +70,22 @@ class RadixCacheHandle(BaseCacheHandle):
         object.__setattr__(self, "_pages", np.concatenate([node.pages for node in path]))
         if self.cached_len != self._tokens.size:
             raise ArgumentError(
-                f"cached_len: the node ends at {self._tokens.size} tokens, not at {self.cached_len}"
+                f"cached_len: give {self._tokens.size}, where the node ends, not {self.cached_len}"
             )
 
     @property
     def is_root(self) -> bool:
-        """Whether it was made by hand at the root: it matches nothing and there is nothing to lock."""
+        """Whether it was made by hand at the root, so that there is nothing to lock."""
         return self.node is not None and self.cached_len == 0
 
 
 class RadixCacheManager(BaseCacheManager):
-    """A cache of prefixes in whole pages, evicted from the coldest tails.
+    """A cache of prefixes in whole pages, which evicts the least recently used tails first.
 
-    `source` is the free-list that pages come from, where one keeps them: only what is held there can be
-    inserted, and a `reset` frees there what was cached. Call it between captures. Several threads may
-    call it.
+    `source` is the free-list that pages come from, if there is one: only pages that are held there can be
+    inserted, and `reset` frees cached pages there. Call it outside of captures. Thread-safe.
 
-    Errors: ConfigError for a page_size that is not positive or a device that is not there.
+    Errors: ConfigError for a page_size that is not positive or an unknown device.
     """
 
     def __init__(
@@ -102,27 +100,28 @@ class RadixCacheManager(BaseCacheManager):
 
     @property
     def mutex(self) -> threading.RLock:
-        """Serialises all calls: whoever holds it makes several of them as one. O(1)."""
+        """The lock of all calls: hold it to make several calls atomic."""
         return self._lock
 
     @property
     def size_info(self) -> SizeInfo:
-        """How many cached tokens are evictable, and how many locks protect. O(1)."""
+        """How many cached tokens are evictable, and how many are protected by locks."""
         with self._lock:
             return SizeInfo(self._tree.evictable_tokens, self._tree.protected_tokens)
 
     @property
     def root_node(self) -> RadixTreeNode:
-        """The tree as it is now, to be looked at; the root has no tokens. Cost: O(tokens)."""
+        """A read-only copy of the tree as it is now; the root has no tokens. Cost: O(tokens)."""
         with self._lock:
             return radix_root(self._tree)
 
     def match_prefix(self, input_ids: AnyIds) -> tuple[RadixCacheHandle, torch.Tensor]:
-        """The longest cached prefix, in whole pages: a handle, and [cached_len] int32 slots on `device`.
+        """Return a handle of the longest cached prefix, in whole pages, and its slots: [cached_len] int32.
 
-        Neither what is cached nor the order of eviction changes. The slots stay the tree's, and may be used
-        only while the handle is locked. Cost O(tokens) on the host and one copy that nobody waits for;
-        a device tensor costs one synchronisation. Errors: ArgumentError, OutOfRangeError; CaptureError.
+        Neither the cache nor its order of eviction changes. The slots are on `device`; the tree still owns
+        them, and they may be used only while the handle is locked. Cost: O(tokens) on the host and one
+        asynchronous copy; a device tensor costs one synchronisation. Errors: ArgumentError, OutOfRangeError;
+        CaptureError.
         """
         refuse_capture(self._staging.device, "match_prefix")
         tokens = host_tokens(input_ids, "input_ids")
@@ -139,11 +138,11 @@ class RadixCacheManager(BaseCacheManager):
         return handle, self._staging.send(slots_of_pages(pages, self.page_size))[0]
 
     def lock_handle(self, handle: BaseCacheHandle | None, unlock: bool = False) -> None:
-        """Protect what a handle found from eviction; with `unlock` take back one lock of this handle.
+        """Protect the prefix of a handle from eviction; with `unlock`, undo one lock of this handle.
 
-        A run is split where the match ends inside it. None does nothing. Cost: O(cached_len). Errors:
-        StaleError when tokens were evicted since the match, and for locks from before a `reset`;
-        NotHeldError for a handle that is not locked; ArgumentError for another manager's.
+        A node is split if the match ends inside it. None does nothing. Errors: StaleError if tokens were
+        evicted since the match, or for locks from before a `reset`; NotHeldError for a handle that is not
+        locked; ArgumentError for a handle of another manager.
         """
         if handle is None:
             return
@@ -157,15 +156,15 @@ class RadixCacheManager(BaseCacheManager):
                 self._protect(own)
 
     def _own(self, handle: Any, name: str) -> RadixCacheHandle | None:
-        """A handle of this manager; None for one that matched nothing and was made by hand, at the root."""
+        """Return a handle of this manager; None for None and for a handle made by hand at the root."""
         if not isinstance(handle, RadixCacheHandle) or not (
             handle._manager is self or (handle.node is not None and handle.node.is_of(self._tree))
         ):
-            raise ArgumentError(f"{name}: give one that match_prefix of this manager returned")
+            raise ArgumentError(f"{name}: give a handle that match_prefix of this manager returned")
         return None if handle.is_root else handle
 
     def _protect(self, handle: RadixCacheHandle) -> None:
-        # Matched again first: a lock that then turned out too short would have renewed what it found.
+        # Match again first, because a lock that turns out too short would have renewed what it found.
         found = self._tree.match(handle._tokens)
         if found.length == handle.cached_len and np.array_equal(found.page_ids - 1, handle._pages):
             lease = self._tree.lock(found)
@@ -173,7 +172,7 @@ class RadixCacheManager(BaseCacheManager):
                 handle._leases.append(lease)
                 return
             self._tree.release(lease)  # a finalizer evicted in between
-        raise StaleError(f"handle: of its {handle.cached_len} tokens some were evicted: match again")
+        raise StaleError(f"handle: some of its {handle.cached_len} tokens were evicted: match again")
 
     def _release(self, handle: RadixCacheHandle) -> None:
         lease = self._lease(handle)
@@ -186,24 +185,24 @@ class RadixCacheManager(BaseCacheManager):
 
     def _lease(self, handle: RadixCacheHandle) -> Lease:
         if not handle._leases:
-            raise NotHeldError("handle: it is not locked, or was unlocked before", -1, 0)
+            raise NotHeldError("handle is not locked: lock it once per unlock", -1, 0)
         if not handle._leases[-1].is_held:
-            raise StaleError("handle: it was locked before a reset, which took its locks away")
+            raise StaleError("handle was locked before a reset, which removed its locks: match again")
         return handle._leases[-1]
 
     def insert_prefix(self, input_ids: AnyIds, indices: AnyIds) -> int:
-        """Cache tokens in whole pages; how many leading ones were cached already.
+        """Cache tokens in whole pages and return how many leading ones were cached already.
 
         ::
 
-            [0, cached)      cached already: the caller's own slots among them stay its own, to be freed once
-            [cached, whole)  the tree's from now on
-            [whole, n)       a tail shorter than a page stays the caller's
+            [0, cached)      cached already: slots that the caller brought for them remain the caller's
+            [cached, whole)  now owned by the tree
+            [whole, n)       a tail shorter than a page remains the caller's
 
-        `indices` has one slot a token: whole pages in order, token i in slot i % page_size of its page; the
-        tail lies anywhere in one page. Cost: O(tokens); device tensors cost one synchronisation each.
-        Errors: ArgumentError, OutOfRangeError; AlreadyHeldError for pages that are in the tree or stand
-        twice; NotHeldError for those that a `CacheManager` over this tree has not handed out.
+        `indices` has one slot per token: whole pages in order, token i in slot i % page_size of its page; the
+        tail may be anywhere in one page. Device tensors cost one synchronisation each. Errors: ArgumentError,
+        OutOfRangeError; AlreadyHeldError for pages that are in the tree or duplicated; NotHeldError for pages
+        that a `CacheManager` over this tree has not handed out.
         """
         tokens = host_tokens(input_ids, "input_ids")
         pages = host_pages(indices, tokens.size, self.page_size, "indices")
@@ -224,9 +223,9 @@ class RadixCacheManager(BaseCacheManager):
     def _insert(
         self, tokens: HostTokens, pages: npt.NDArray[np.int32], begin: int, lease: Lease | None
     ) -> int:
-        """Cache a sequence, the beginning of which a lease may hold; how many pages were cached.
+        """Cache a sequence, whose beginning a lease may hold, and return how many pages were cached already.
 
-        That should be `begin`, and nothing stands against the pages behind it becoming the tree's.
+        The caller expects `begin`, and has checked that the tree may own the pages from there on.
         """
         whole = tokens.size // self.page_size
         held = 0 if lease is None else lease.length
@@ -245,11 +244,11 @@ class RadixCacheManager(BaseCacheManager):
     def finish(
         self, handle: BaseCacheHandle | None, tokens: HostTokens, pages: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int32]:
-        """Cache what a request computed and take back one lock of its handle; the pages that stay its own.
+        """Cache a finished request's tokens, undo one lock of its handle, and return the pages it still owns.
 
-        `pages` are those of all its tokens, the first of them what the handle found: what is cached
-        already behind these, and the page of a tail, stay the caller's, to be freed once. Cost: O(tokens).
-        Errors: `CacheManager.free_and_cache_finished_req`.
+        `pages` are those of all its tokens, beginning with those that the handle found. After these, pages
+        whose tokens are cached already, and the page of a tail, remain the caller's to free. Errors: those of
+        `CacheManager.free_and_cache_finished_req`.
         """
         size, whole = self.page_size, tokens.size // self.page_size
         with self._lock:
@@ -260,7 +259,9 @@ class RadixCacheManager(BaseCacheManager):
                 old = own.cached_len // size
                 is_same = np.array_equal(tokens[: own.cached_len], own._tokens)
                 if not is_same or not np.array_equal(pages[:old], own._pages):
-                    raise ArgumentError("old_handle: input_ids and indices do not begin as what it matched")
+                    raise ArgumentError(
+                        "old_handle: input_ids and indices do not begin with the prefix that it matched"
+                    )
             positions = range(old * size, tokens.size, size)
             self._pages.require_outside(pages[old:], positions, NotHeldError)
             begin = self._cached_length(tokens) // size
@@ -270,29 +271,30 @@ class RadixCacheManager(BaseCacheManager):
             return np.concatenate([pages[old:cached], pages[whole:]])
 
     def owns(self, page: int) -> bool:
-        """Whether a page is the tree's. O(1)."""
+        """Whether the tree owns a page."""
         with self._lock:
             return self._pages.owns(page)
 
     def require_handed_out(self, pages: npt.NDArray[np.int32], positions: Sequence[int]) -> None:
-        """An error unless every page is held in `source` and none is the tree's.
+        """Raise an error unless every page is held in `source` and none is owned by the tree.
 
-        `positions` are theirs in `indices`, for errors. O(pages). Errors: NotHeldError, DoubleFreeError,
+        `positions` are those of the pages in `indices`, for messages. Errors: NotHeldError, DoubleFreeError,
         OutOfRangeError.
         """
         with self._lock:
             self._pages.require_outside(pages, positions, NotHeldError)
 
     def evict(self, size: int) -> torch.Tensor:
-        """Slots of `size` tokens, rounded up to pages, off the tails of the coldest leaves: [n] int32.
+        """Evict `size` tokens, rounded up to pages, and return their slots: [n] int32 on `device`.
 
-        They lie on `device` and are the caller's now. A parent becomes a leaf when its last child goes. Cost:
-        what it evicts, and one copy that nobody waits for. Errors: CapacityError when less is
-        evictable; ArgumentError; CaptureError. Where there is no memory for the answer, nothing is evicted.
+        They come off the tails of the least recently used leaves, and the caller now owns them. A parent
+        becomes a leaf when its last child is evicted. Cost: one asynchronous copy. Errors: CapacityError if
+        fewer tokens are evictable; ArgumentError; CaptureError. Nothing is evicted if there is no memory for
+        the result.
         """
         refuse_capture(self._staging.device, "evict")
         wanted = number(size, "size")
-        # Memory comes first, and without our lock: a finalizer in another thread may wait for that.
+        # Allocate first, and without our lock: a finalizer in another thread may wait for the lock.
         answer = Answer(self._evictable_slots(wanted), self._staging.device)
         self._evict_into(wanted, answer.room)
         return answer.send()
@@ -305,7 +307,7 @@ class RadixCacheManager(BaseCacheManager):
         return room
 
     def _evictable_slots(self, wanted: int) -> int:
-        """How many slots evicting so many tokens frees, or a CapacityError."""
+        """Return how many slots the eviction of so many tokens frees. Errors: CapacityError."""
         evictable, protected = self.size_info
         if wanted > evictable:
             raise CapacityError("evictable tokens", wanted, evictable, evictable + protected)
@@ -319,19 +321,17 @@ class RadixCacheManager(BaseCacheManager):
             write_slots(pages, self.page_size, room)
 
     def reset(self) -> None:
-        """Forget everything, locks included; all slots are free in `source`, without one the caller's.
-
-        Cost: O(nodes + pages).
-        """
+        """Forget everything, locks included. All slots become free in `source`; without one, the caller owns
+        them."""
         with self._lock:
-            # Made first: between the two calls nothing is made, so no finalizer comes between them.
+            # Allocated first: nothing is allocated between the two calls, so no finalizer runs there.
             owned: set[int] = set()
             self._tree.reset()
             owned = self._pages.swap(owned)
             self._pages.give_back(owned)
 
     def check(self) -> None:
-        """Verify the tree's invariants, 7 and 13. Cost: a walk over all of it. Errors: InvariantError."""
+        """Verify the tree's invariants, 7 and 13. Walks over everything. Errors: InvariantError."""
         super().check()
         with self._lock:
             self._tree.check()

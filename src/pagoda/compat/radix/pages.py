@@ -1,6 +1,6 @@
-"""Which pages a radix tree owns. In: pages that a caller hands over; out: an error unless it can.
+"""Which pages a radix tree owns. In: pages that a caller hands over; out: an error if it may not.
 
-A page that stood in the tree twice would be evicted twice and handed out to two requests (invariant 13).
+A page that was in the tree twice would be evicted twice and handed out to two requests (invariant 13).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["TreePages"]
 
 
 class TreePages:
-    """The pages that a tree owns, each once: a set, as large as what is cached.
+    """The set of pages that a tree owns.
 
-    `source`, where there is one, is the free-list that pages come from: what is not held there cannot
-    become the tree's, and what the tree forgets is free there.
+    `source`, if there is one, is the free-list that pages come from: the tree can own only pages that are
+    held there, and frees there the pages that it forgets.
     """
 
     def __init__(self, page_size: int, source: FreeList | None) -> None:
@@ -28,7 +28,7 @@ class TreePages:
         self._owned: set[int] = set()
 
     def owns(self, page: int) -> bool:
-        """Whether a page is the tree's. O(1)."""
+        """Whether the tree owns a page."""
         return page in self._owned
 
     def require_outside(
@@ -37,17 +37,17 @@ class TreePages:
         positions: Sequence[int],
         error: type[AlreadyHeldError] | type[NotHeldError],
     ) -> None:
-        """An error unless every page is held in the source, none is the tree's, and none stands twice.
+        """Raise an error unless every page is held in the source, outside the tree, and given once.
 
-        `positions` are theirs in `indices`, for errors. O(pages). Errors: `error` for the tree's own and,
-        without a source, for one that stands twice; NotHeldError, DoubleFreeError and OutOfRangeError for
-        those that the source does not hold.
+        `positions` are those of the pages in `indices`, for messages. Errors: `error` for pages of the tree
+        and, without a source, for duplicates; NotHeldError, DoubleFreeError and OutOfRangeError for pages
+        that the source does not hold.
         """
         if self._source is not None:
             try:
                 self._source.require_held(pages)
             except IdError as wrong:
-                reason = "is not handed out: it is free, stands twice, or there is no such page"
+                reason = "is not handed out: it is free, duplicated or out of range"
                 raise self._named(type(wrong), wrong.position, pages, positions, reason) from None
         given = pages.tolist()
         seen = set(given)
@@ -56,7 +56,7 @@ class TreePages:
         seen.clear()
         for at, page in enumerate(given):
             if page in self._owned or page in seen:
-                raise self._named(error, at, pages, positions, "is in the tree, or stands twice")
+                raise self._named(error, at, pages, positions, "is in the tree or duplicated")
             seen.add(page)
 
     def _named(
@@ -67,40 +67,40 @@ class TreePages:
         positions: Sequence[int],
         reason: str,
     ) -> IdError:
-        """An error about the slot that the caller gave."""
+        """Return an error about the slot that the caller gave."""
         page, position = int(pages[at]), positions[at]
         slot = page * self._page_size
         return error(f"indices[{position}] = {slot}: page {page} {reason}", slot, position)
 
     def add(self, pages: npt.NDArray[np.int32]) -> None:
-        """Pages are the tree's now; `require_outside` has nothing against it. O(pages)."""
+        """Make the tree the owner of pages that `require_outside` has accepted."""
         self._owned.update(pages.tolist())
 
     def remove(self, pages: npt.NDArray[np.int32]) -> None:
-        """Pages are no longer the tree's, but the caller's. O(pages)."""
+        """Make the caller the owner of the tree's pages."""
         self._owned.difference_update(pages.tolist())
 
     def swap(self, owned: set[int]) -> set[int]:
-        """The tree owns these instead; what it owned. O(1)."""
+        """Replace the set of owned pages and return the previous one."""
         before, self._owned = self._owned, owned
         return before
 
     def give_back(self, pages: set[int]) -> None:
-        """Pages that the tree owned are free in the source; without one they are the caller's. O(pages)."""
+        """Free pages that the tree owned in the source; without one, the caller owns them."""
         if self._source is not None:
             self._source.free(np.fromiter(pages, dtype=np.int32, count=len(pages)))
 
     def check(self, cached: npt.NDArray[np.int32]) -> None:
-        """Verify invariant 13: the tree's pages are each there once, and held in the source. O(pages).
+        """Verify invariant 13: each page of the tree is there once, and held in the source.
 
-        `cached` is what a walk over the tree finds. Errors: InvariantError.
+        `cached` has the pages that a walk over the tree finds. Errors: InvariantError.
         """
         found = set(cached.tolist())
         if len(found) != cached.size:
-            raise InvariantError(13, "a page stands twice in the tree")
+            raise InvariantError(13, "a page is in the tree twice")
         if found != self._owned:
             raise InvariantError(
-                13, f"{cached.size} pages are in the tree, {len(self._owned)} are noted as its own, others"
+                13, f"the {cached.size} pages in the tree are not the {len(self._owned)} that it owns"
             )
         if self._source is None:
             return
@@ -108,6 +108,6 @@ class TreePages:
         try:
             self._source.require_held(cached)
         except IdError as wrong:
-            raise InvariantError(13, f"page {wrong.id} is in the tree and not held") from None
+            raise InvariantError(13, f"page {wrong.id} is in the tree but not held") from None
         if self._source.num_quarantined:
             raise InvariantError(13, "a page is neither free, nor in the tree, nor handed out")

@@ -1,6 +1,6 @@
-"""A radix tree to look at: its nodes as they were when they were asked for, and their picture.
+"""A read-only copy of a radix tree, and its picture.
 
-In: a `PrefixTree`; out: `RadixTreeNode`, which nobody can change, and text.
+In: a `PrefixTree`; out: immutable `RadixTreeNode`, and text.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["RadixTreeNode", "format_radix_tree", "print_radix_tree", "radix_root
 MAX_TEXT = 30  # characters of a node's tokens, and of its slots
 MORE = "..."
 NO_BOUND = 2**31 - 1
-ROOT = 0  # the root's number, empty or not; those of the tree's nodes begin at 1
+ROOT = 0  # the root's number; those of other nodes begin at 1
 PLAIN = str.maketrans({"├": "|", "└": "`", "│": "|", "─": "-"})  # for streams without box drawing
 
 
 class RadixTreeNode:
-    """One node of a radix tree as it was; nothing of it can be changed, and nothing changes it."""
+    """One node of a radix tree at the time of the copy; immutable."""
 
     __slots__ = ("_children", "_parent", "_slots", "_tree", "_view")
 
@@ -43,42 +43,42 @@ class RadixTreeNode:
 
     @property
     def uuid(self) -> int:
-        """A number of its own, never used again; the root's is 0 for ever. O(1)."""
+        """The node's unique number, which is never reused; the root's is always 0."""
         return ROOT if self._parent is None else self._view.number
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """The tokens of its run, [length] int32, host. O(1)."""
+        """The node's tokens, [length] int32, host."""
         return self._view.tokens
 
     @property
     def slots(self) -> npt.NDArray[np.int32]:
-        """The slots of these tokens, [length] int32, host. O(1)."""
+        """The slots of these tokens, [length] int32, host."""
         return self._slots
 
     @property
     def ref_count(self) -> int:
-        """How many locks protect it. O(1)."""
+        """How many locks protect it."""
         return self._view.leases
 
     @property
     def timestamp(self) -> int:
-        """Its last use, as a call counter. O(1)."""
+        """Its last use, as a counter of calls."""
         return self._view.used
 
     @property
     def length(self) -> int:
-        """How many tokens it holds. O(1)."""
+        """How many tokens it has."""
         return self._view.end - self._view.begin
 
     @property
     def parent(self) -> RadixTreeNode | None:
-        """The node above; None for the root. O(1)."""
+        """The parent; None for the root."""
         return self._parent
 
     @property
     def children(self) -> tuple[RadixTreeNode, ...]:
-        """The nodes below, in order of their tokens. O(1)."""
+        """The children, in order of their tokens."""
         return self._children
 
     def is_of(self, tree: PrefixTree) -> bool:
@@ -86,7 +86,7 @@ class RadixTreeNode:
         return self._tree is tree
 
     def path(self) -> list[RadixTreeNode]:
-        """The nodes from the root down to this one, both included."""
+        """Return the nodes from the root down to this one, both included."""
         nodes = [self]
         while nodes[-1]._parent is not None:
             nodes.append(nodes[-1]._parent)
@@ -94,15 +94,15 @@ class RadixTreeNode:
 
     @property
     def pages(self) -> npt.NDArray[np.int32]:
-        """The pages of its slots, [length / page_size] int32, host."""
+        """Return the pages of its slots, [length / page_size] int32, host."""
         return self._view.columns[0] - np.int32(1)
 
     def is_root(self) -> bool:
-        """Whether nothing stands above. O(1)."""
+        """Whether it has no parent."""
         return self._parent is None
 
     def is_leaf(self) -> bool:
-        """Whether nothing stands below. O(1)."""
+        """Whether it has no children."""
         return not self._children
 
     def __repr__(self) -> str:
@@ -110,7 +110,7 @@ class RadixTreeNode:
 
 
 def radix_root(tree: PrefixTree) -> RadixTreeNode:
-    """The root of a tree whose page ids are page + 1, and all nodes below it. O(tokens)."""
+    """Copy a tree whose page ids are page + 1 and return the root. Cost: O(tokens)."""
     views = tree.nodes(max_nodes=NO_BOUND, max_tokens=NO_BOUND)
     if not views:
         nothing = np.zeros(0, dtype=np.int32)
@@ -131,17 +131,17 @@ def radix_root(tree: PrefixTree) -> RadixTreeNode:
 def format_radix_tree(
     root: RadixTreeNode, max_depth: int = 10, show_ref_count: bool = True, show_timestamp: bool = False
 ) -> str:
-    """A heading, then one node a line: uuid, tokens, slots, ref, ts; [R] is the root, [L] a leaf.
+    """Return a heading, then one line per node: uuid, tokens, slots, ref, ts; [R] is the root, [L] a leaf.
 
-    `root` may be any node: what stands below it is drawn, `max_depth` levels of it. Tokens and slots are
-    cut at 30 characters, and levels that are left out are said. Cost: O(nodes). Errors: ArgumentError.
+    `root` may be any node; up to `max_depth` levels below it are drawn, and omitted levels are mentioned.
+    Tokens and slots are cut at 30 characters. Errors: ArgumentError.
     """
     if not isinstance(root, RadixTreeNode):
-        raise ArgumentError(f"root: give a node of a tree, as root_node, not {type(root).__name__}")
+        raise ArgumentError(f"root: give a node of a tree, such as root_node, not {type(root).__name__}")
     deepest = number(max_depth, "max_depth")
     lines: list[str] = []
     num_nodes = num_tokens = 0
-    # (node, its level, the bars before it, is it the last child); a stack, since trees may be deep.
+    # (node, level, bars before it, whether it is the last child); a stack, since trees may be deep.
     stack = [(root, 0, "", True)]
     while stack:
         node, level, bars, is_last = stack.pop()
@@ -202,5 +202,5 @@ def _line(node: RadixTreeNode, show_ref_count: bool, show_timestamp: bool) -> st
 
 
 def _cut(ids: npt.NDArray[np.int32]) -> str:
-    text = str(ids[:MAX_TEXT].tolist())  # each takes a character or more: the rest is never seen
+    text = str(ids[:MAX_TEXT].tolist())  # each takes at least one character, so the rest is cut anyway
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - len(MORE)] + MORE

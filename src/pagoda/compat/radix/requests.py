@@ -1,6 +1,6 @@
-"""Slots and tree together, as a scheduler uses them: a request matches, locks, allocates, and finishes.
+"""Slots and tree together, as a scheduler uses them: a request matches, locks, allocates and finishes.
 
-In: requests; out: slots. A page is free, in the tree, or handed out, never two of these (invariant 13).
+In: requests; out: slots. A page is either free, in the tree, or handed out (invariant 13).
 """
 
 from __future__ import annotations
@@ -40,77 +40,79 @@ class Request:
 
     @property
     def input_len(self) -> int:
-        """How many tokens its input has. O(1), of a list O(n)."""
+        """Tokens of its input."""
         ids = self.input_ids
         return ids.numel() if isinstance(ids, torch.Tensor) else int(np.size(ids))
 
 
 class CacheManager:
-    """Hands out the slots of pages 1 … num_pages, and caches what finished requests leave.
+    """Hands out the slots of pages 1 … num_pages, and caches the tokens of finished requests.
 
     Slots of page k are k * page_size … (k + 1) * page_size − 1; page 0 is padding. `manager` is the tree:
-    what is inserted there is no longer handed out, what is evicted there is, and a `reset` there makes
-    what was cached free. Call it between captures. Several threads may call it.
+    pages inserted there are no longer handed out, pages evicted there count as handed out, and its `reset`
+    frees the cached ones. Call it outside of captures. Thread-safe.
 
-    Errors: ConfigError for sizes that are not positive or pass int32, or for a device that is not there.
+    Errors: ConfigError for sizes that are not positive or exceed int32, or for an unknown device.
     """
 
     def __init__(self, device: torch.device | str, num_pages: int, page_size: int = 1) -> None:
         self.num_pages, self.page_size = count(num_pages, "num_pages", low=0), count(page_size, "page_size")
         if (self.num_pages + 2) * self.page_size > 2**31:
-            raise ConfigError("num_pages: slots pass 2^31: give fewer")
+            raise ConfigError("num_pages: slots exceed 2^31: give fewer pages")
         self._pages = FreeList(self.num_pages, what="pages")
         self.manager = RadixCacheManager(device, self.page_size, source=self._pages)
         self.device, self._device = device, resolve_device(device)
-        # The tree's own: a call of `manager` never comes in the middle of one here.
+        # The tree's own lock, so that no call of `manager` interrupts one here.
         self._lock = self.manager.mutex
 
     @property
     def available_size(self) -> int:
-        """Tokens that can be allocated now: free or evictable, in whole pages. O(1)."""
+        """Tokens that can be allocated now, free or evictable, in whole pages."""
         with self._lock:
             return self._pages.num_free * self.page_size + self.manager.size_info.evictable_size
 
     def match_req(self, req: Request) -> tuple[RadixCacheHandle, torch.Tensor]:
-        """The longest cached prefix of a request's input but for its last token, which is to be computed.
+        """Match a request's input without its last token, which has to be computed.
 
-        Cost, result and errors: `RadixCacheManager.match_prefix`; ArgumentError also for an empty input.
+        Cost, result and errors are those of `RadixCacheManager.match_prefix`; ArgumentError also for an empty
+        input.
         """
         if not hasattr(req, "input_ids"):
             raise ArgumentError(f"req: give a Request, not {type(req).__name__}")
         refuse_capture(self._device, "match_req")
         tokens = host_tokens(req.input_ids, "input_ids")
         if tokens.size == 0:
-            raise ArgumentError("input_ids: give at least one token, of which something can be computed")
+            raise ArgumentError("input_ids: give at least one token")
         require_token_range(tokens[-1:], 0, 2**31 - 1, "the last of input_ids", "tokens")
         return self.manager.match_prefix(tokens[:-1])
 
     def lock(self, handle: BaseCacheHandle | None) -> None:
-        """Protect what a handle found from eviction. Cost and errors: `RadixCacheManager.lock_handle`."""
+        """Protect the prefix of a handle from eviction. Errors: those of `RadixCacheManager.lock_handle`."""
         self.manager.lock_handle(handle)
 
     def unlock(self, handle: BaseCacheHandle | None) -> None:
-        """Take back one lock of a handle. Cost and errors: `RadixCacheManager.lock_handle`."""
+        """Undo one lock of a handle. Errors: those of `RadixCacheManager.lock_handle`."""
         self.manager.lock_handle(handle, unlock=True)
 
     def allocate(self, needed_len: int, after: int | torch.Tensor | None = None) -> torch.Tensor:
-        """needed_len slots, [needed_len] int32 on `device`: whole pages are taken, cold prefixes evicted.
+        """Return needed_len slots, [needed_len] int32 on `device`, evicting unused prefixes if necessary.
 
-        The caller holds the pages, the rest of the last one too. A request that grows gives its last slot
-        as `after`: the rest of that page comes first, then new pages. So an engine calls::
+        Whole pages are taken, and the caller holds them, the rest of the last one included. A request that
+        grows gives its last slot as `after`: the rest of that page comes first, then new pages. So an engine
+        calls::
 
             slots = cat([indices, allocate(input_len - cached_len)])          for the input
             slots = cat([slots, allocate(1, after=slots[-1])])                for each token that it generates
 
-        Cost O(needed_len) on the host and one copy that nobody waits for; `after` in a device tensor costs
-        one synchronisation. Errors: CapacityError with what was asked, what is available and the total;
-        NotHeldError, OutOfRangeError for a last slot that is not handed out; ArgumentError; CaptureError.
-        Nothing is evicted then, nor where there is no memory for the answer.
+        Cost: O(needed_len) on the host and one asynchronous copy; `after` in a device tensor costs one
+        synchronisation. Errors: CapacityError with the requested, available and total numbers; NotHeldError,
+        OutOfRangeError for a last slot that is not handed out; ArgumentError; CaptureError. Nothing is
+        evicted then, nor if there is no memory for the result.
         """
         refuse_capture(self._device, "allocate")
         wanted, last = _growth(needed_len, after)
         self._require_available(wanted, last)
-        # Memory comes first, and without our lock: a finalizer in another thread may wait for that.
+        # Allocate first, and without our lock: a finalizer in another thread may wait for the lock.
         answer = Answer(wanted, self._device)
         answer.room[:] = self._allocate(wanted, last)
         return answer.send()
@@ -125,14 +127,14 @@ class CacheManager:
         size = self.page_size
         with self._lock:
             room = self._require_available(wanted, last)
-            old_len = 0 if last is None else size - room  # in the last page; those before do not matter
+            old_len = 0 if last is None else size - room  # in the last page; earlier pages do not matter
             num_missing = -(-(wanted - room) // size) - self._pages.num_free
             if num_missing > 0:
                 self._pages.free_slots(self.manager.evict_host(num_missing * size), size)
             return self._pages.grow([old_len], [old_len + wanted], [last or 0], size)
 
     def _require_available(self, wanted: int, last: int | None) -> int:
-        """The room in the page of a last slot; an error unless so many slots can be had behind it."""
+        """Return the slots left in the last slot's page. Errors: CapacityError if too few are available."""
         size = self.page_size
         with self._lock:
             room = 0
@@ -141,19 +143,23 @@ class CacheManager:
                 if not 1 <= page <= self.num_pages:
                     shown = min(last, 10**18)
                     raise OutOfRangeError(f"after = {shown}: there is no page {shown // size}", last, 0)
-                # What was matched ends with its page, the tree's, and needs no room in it.
+                # A match ends at the end of a page, which the tree owns, and nothing is left in that page.
                 if not self._pages.is_held(page) or (room and self.manager.owns(page)):
-                    raise NotHeldError(f"after = {last}: page {page} is not handed out", last, 0)
+                    raise NotHeldError(
+                        f"after = {last}: page {page} is not handed out: give the request's last slot",
+                        last,
+                        0,
+                    )
             available = self.available_size + room
             if wanted > available:
                 raise CapacityError("slots", wanted, available, self.num_pages * size)
             return room
 
     def free(self, indices: AnyIds) -> None:
-        """Give back slots that are handed out: with page_size > 1 the pages they name, each once.
+        """Free slots that are handed out: with page_size > 1, the pages of these slots, each once.
 
-        For requests that end without a trace, and for what was evicted by `manager`. Cost O(n); a device
-        tensor costs one synchronisation. Errors: NotHeldError, also for the tree's pages; DoubleFreeError,
+        For requests that end without being cached, and for slots that `manager` evicted. A device tensor
+        costs one synchronisation. Errors: NotHeldError, also for pages of the tree; DoubleFreeError,
         OutOfRangeError, ArgumentError; nothing is freed then.
         """
         slots = host_ids(indices, "indices")
@@ -170,20 +176,21 @@ class CacheManager:
     def free_and_cache_finished_req(
         self, old_handle: BaseCacheHandle | None, input_ids: AnyIds, indices: AnyIds
     ) -> None:
-        """Cache what a request computed, free what is cached twice, and unlock what it had matched.
+        """Cache a finished request's tokens, free duplicates, and unlock the prefix that it had matched.
 
-        `old_handle` is that of the request's match, locked; None where it had none. Whose `indices` are,
-        with n tokens in all::
+        `old_handle` is the locked handle of the request's match, or None. The owner of `indices`, for n
+        tokens in all::
 
                                 before              after
-            [0, old)            the tree's          the tree's: what old_handle locked
-            [old, cached)       the request's       free: somebody cached these tokens meanwhile
-            [cached, whole)     the request's       the tree's
-            [whole, n)          the request's       free: a tail shorter than a page
+            [0, old)            the tree            the tree: the prefix of old_handle
+            [old, cached)       the request         free: another request has cached these tokens meanwhile
+            [cached, whole)     the request         the tree
+            [whole, n)          the request         free: a tail shorter than a page
 
-        Cost: O(n); device tensors cost one synchronisation each. Errors: ArgumentError for tokens or slots
-        that are not those of the handle, or in no pages; NotHeldError for slots that are not handed out and
-        for a handle that is not locked; DoubleFreeError, OutOfRangeError, StaleError. Nothing changes then.
+        Device tensors cost one synchronisation each. Errors: ArgumentError for tokens or slots that are not
+        those of the handle, or slots that do not form pages; NotHeldError for slots that are not handed out
+        and for a handle that is not locked; DoubleFreeError, OutOfRangeError, StaleError. Nothing changes
+        then.
         """
         tokens = host_tokens(input_ids, "input_ids")
         pages = host_pages(indices, tokens.size, self.page_size, "indices")
@@ -191,13 +198,13 @@ class CacheManager:
             self._pages.free(self.manager.finish(old_handle, tokens, pages))
 
     def reset(self) -> None:
-        """Make every page free; what was cached, locked or handed out is void. O(nodes + pages)."""
+        """Free every page, whether it was cached, locked or handed out."""
         with self._lock:
             self.manager.reset()
             self._pages.reset()
 
     def check(self) -> None:
-        """Verify invariants 1 to 4, 7, 13 and the tree's. Cost: a walk over it. Errors: InvariantError."""
+        """Verify invariants 1 to 4, 7, 13 and the tree's. Walks over everything. Errors: InvariantError."""
         self.manager.check()
 
 

@@ -1,4 +1,4 @@
-"""How many pages fit, and the table of a radix cache. In: a model's geometry, memory; out: bytes, pages."""
+"""How many pages fit into memory, and the page table. In: a model's geometry, memory; out: bytes, pages."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def get_mha_cache_per_page(
     tp_size: int = 1,
     dtype_size: float | Fraction = 2,
 ) -> int:
-    """Bytes of K and V of one page on one of `tp_size` ranks, rounded up to a whole byte.
+    """Return the bytes of K and V of one page on one of `tp_size` ranks, rounded up to a whole byte.
 
-    Each rank holds whole heads: an equal share, or one head that several ranks repeat where there are fewer
-    heads than ranks. `dtype_size` may be a fraction of a byte, such as 0.5 for 4-bit values. Errors:
-    ConfigError for sizes that are not positive, and where neither of heads and ranks divides the other.
+    Each rank holds whole heads: an equal share, or, with fewer heads than ranks, one head that several ranks
+    replicate. `dtype_size` may be a fraction, such as 0.5 for 4-bit values. Errors: ConfigError for sizes
+    that are not positive, or if neither of heads and ranks divides the other.
     """
     heads, ranks = count(num_kv_heads, "num_kv_heads"), count(tp_size, "tp_size")
     if heads % ranks and ranks % heads:
@@ -46,9 +46,9 @@ def get_mha_cache_per_page(
 
 
 def get_num_pages_for_kv_cache(available_memory: float | Fraction, cache_per_page: float | Fraction) -> int:
-    """Whole pages of `cache_per_page` bytes that fit into `available_memory` bytes, computed exactly.
+    """Return how many pages of `cache_per_page` bytes fit into `available_memory` bytes, computed exactly.
 
-    Errors: ConfigError for memory below 0 or pages of no bytes.
+    Errors: ConfigError for negative memory or pages of 0 bytes.
     """
     return math.floor(
         exact(available_memory, "available_memory") / _positive(cache_per_page, "cache_per_page")
@@ -65,20 +65,19 @@ def _positive(value: Any, name: str) -> Fraction:
 def create_page_table(
     max_running_req: int, max_seq_len: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """A page table, [max_running_req, max_seq_len] int32 zeros on `device`; the caller's.
+    """Return a page table, [max_running_req, max_seq_len] int32 zeros on `device`, owned by the caller.
 
-    Cost: that of the memory. Errors: ConfigError for negative sizes or a device that is not there.
+    Errors: ConfigError for negative sizes or an unknown device.
     """
     shape = count(max_running_req, "max_running_req", low=0), count(max_seq_len, "max_seq_len", low=0)
     return filled(shape, torch.int32, resolve_device(device))
 
 
 def find_first_diff_pos(tensor1: AnyIds, tensor2: AnyIds) -> int:
-    """The first position where two 1-D tensors of one kind differ; the shorter length when none does.
+    """Return the first position where two 1-D tensors of one kind differ; the shorter length if none does.
 
-    Kinds are bool, integers, floating point and complex; arrays and flat lists will do. O(shorter
-    length), compared all at once; each device tensor costs one synchronisation. Errors: ArgumentError for
-    what is no flat tensor, and for two kinds.
+    Kinds are bool, integers, floating point and complex. Arrays and flat lists are accepted, too. Each device
+    tensor costs one synchronisation. Errors: ArgumentError for other than 1-D tensors, and for two kinds.
     """
     left, right = _flat(tensor1, "tensor1"), _flat(tensor2, "tensor2")
     shorter = min(left.numel(), right.numel())
@@ -92,12 +91,12 @@ def find_first_diff_pos(tensor1: AnyIds, tensor2: AnyIds) -> int:
 
 
 def _flat(given: Any, name: str) -> torch.Tensor:
-    """A tensor of one axis on the host."""
+    """Return a 1-D tensor on the host."""
     if not isinstance(given, torch.Tensor):
         try:
             array = np.asarray(given)
         except ValueError as ragged:
-            raise ArgumentError(f"{name}: give a tensor of one axis") from ragged
+            raise ArgumentError(f"{name}: give a 1-D tensor") from ragged
         is_integer = array.dtype.kind in "iu" or array.size == 0
         if not is_integer and array.dtype.kind not in "bfc":
             raise ArgumentError(f"{name}: give a tensor, not {type(given).__name__} of {array.dtype}")
@@ -105,12 +104,12 @@ def _flat(given: Any, name: str) -> torch.Tensor:
         given = torch.from_numpy(host_ids(array, name) if is_integer else np.ascontiguousarray(array))
         given = given.reshape(shape)
     if given.dim() != 1:
-        raise ArgumentError(f"{name}: give a tensor of one axis")
+        raise ArgumentError(f"{name}: give a 1-D tensor")
     if given.layout != torch.strided or given.device.type not in ("cpu", "cuda"):
         raise ArgumentError(
             f"{name}: give a dense tensor on the CPU or a CUDA device, not {given.layout} on {given.device}"
         )
-    refuse_capture(given.device, f"{name}, read from a device tensor,")
+    refuse_capture(given.device, f"reading {name} from a device tensor")
     flat: torch.Tensor = given.detach().cpu()
     return flat
 
