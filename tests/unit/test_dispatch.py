@@ -51,3 +51,21 @@ def test_every_operation_has_both_implementations():
             held = inspect.getclosurevars(each).nonlocals
             assert callable(getattr(held["reference"], each.__name__))
             assert callable(getattr(triton_module(held["fused"]), each.__name__))
+
+
+def test_what_a_declaration_leaves_out_is_given_to_the_implementation():
+    calls: list[Any] = []
+
+    @operation(
+        "_no_such_module", SimpleNamespace(scale=lambda *args, **named: calls.append((args[1:], named)))
+    )
+    def scale(out: torch.Tensor, by: float = 2.0, shift: float | None = None) -> torch.Tensor:
+        """Scale in place."""
+        return out
+
+    out = torch.ones(2)
+    scale(out)
+    scale(out, 3.0)
+    scale(out, shift=1.0)
+    expected = [((), {"by": 2.0, "shift": None}), ((3.0,), {"shift": None}), ((), {"by": 2.0, "shift": 1.0})]
+    assert calls == expected

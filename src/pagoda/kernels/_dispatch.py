@@ -8,6 +8,7 @@ current.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -53,10 +54,15 @@ def operation(fused: str, reference: ModuleType) -> Callable[[Callable[P, torch.
 
     def declare(where: Callable[P, torch.Tensor]) -> Callable[P, None]:
         name = where.__name__
+        parameters = inspect.signature(where).parameters.values()
+        optional = [(at, p.name, p.default) for at, p in enumerate(parameters) if p.default is not p.empty]
 
         @functools.wraps(where)
         def call(*args: P.args, **kwargs: P.kwargs) -> None:
             device = where(*args, **kwargs).device
+            for at, given, default in optional:  # implementations take every argument
+                if at >= len(args):
+                    kwargs.setdefault(given, default)
             with on_device(device):
                 module = triton_module(fused) if device.type == "cuda" else reference
                 getattr(module, name)(*args, **kwargs)
