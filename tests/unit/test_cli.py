@@ -117,7 +117,7 @@ def test_a_stream_without_box_drawing_gets_the_tour_all_the_same():
 def test_a_device_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]):
     assert main(["demo", "--device", "cuda:99"]) == 1
     error = capsys.readouterr().err
-    assert re.match("pagoda: device: (there is no CUDA device|cuda:99 does not exist)", error)
+    assert error.startswith("pagoda: device: ")
     assert error.count("\n") == 1
 
 
