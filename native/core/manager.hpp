@@ -267,6 +267,12 @@ class Manager {
   // Exchanges pages of the tree that no other row reads for the row's duplicates.
   void exchange_duplicates(int64_t number) noexcept;
   void exchange_all_duplicates() noexcept;
+  // The row's duplicates are never offered to the tree any more.
+  void forget_duplicates(int64_t number) {
+    Request& request = this->request(number);
+    num_duplicating_ -= request.end_duplicate > request.first_duplicate;
+    request.end_duplicate = request.first_duplicate;
+  }
   void give_up(int64_t number);
 
   // ── ends and steps (manager_step.cpp)

@@ -169,6 +169,7 @@ int64_t Manager::invalidate(int64_t g, Ids page_ids, int32_t* rows_out) {
     if (!reads && !has_copied && !follows) continue;
     rows_out[n++] = static_cast<int32_t>(number);
     row.is_stored = false;
+    forget_duplicates(number);
     for (size_t each = 0; each < groups_.size(); ++each) {  // its duplicates no longer replace evicted pages
       for (int64_t p = first(number, each); groups_[each].has_window() && p < end(number, each); ++p) {
         groups_[each].cached.unlink_duplicate(groups_[each].place(number, p));

@@ -198,7 +198,7 @@ void Manager::clear(int64_t number) {
     first(number, g) = end(number, g) = 0;
   }
   row(number) = {};
-  num_duplicating_ -= request(number).end_duplicate > request(number).first_duplicate;
+  forget_duplicates(number);
   request(number) = {};
 }
 

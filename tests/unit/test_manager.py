@@ -355,6 +355,22 @@ def test_duplicates_stay_the_rows_own():
     manager.check()
 
 
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_a_duplicate_that_is_invalid_never_becomes_the_trees(is_bad: bool):
+    manager = make()
+    a, b = (manager.admit(tokens(6)).row for _ in range(2))
+    compute(manager, a, tokens(6))
+    compute(manager, b, tokens(6))
+    first, other = (int(manager.page_ids(row, "full")[0]) for row in (a, b))
+    assert manager.invalidate("full", [other] if is_bad else []).tolist() == ([b] if is_bad else [])
+    manager.release(a)
+    end_step(manager)
+    cached = [node.columns[0].tolist() for node in manager.tree.nodes() if node.level]
+    assert cached == [[first if is_bad else other]]
+    assert manager.hit(tokens(6)) == 4
+    manager.check()
+
+
 def test_a_rollback_keeps_pages_for_what_is_reserved_next():
     manager = make()
     tables = Tables(manager)
