@@ -83,7 +83,7 @@ def test_the_tour(folder: Path, capsys: pytest.CaptureFixture[str]):
     """`make run`. That answers are equal, the tour itself requires."""
     assert main(["demo"]) == 0
     told, _ = capsys.readouterr()
-    assert "All 4 answers are equal to those without a cache." in told
+    assert "All 4 answers are the same as without a cache." in told
     assert told.count("crane that folds paper") >= 2
     reused = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) tokens reused", told)]
     assert all(n >= 900 for n in reused[:3])

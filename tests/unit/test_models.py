@@ -439,7 +439,7 @@ def test_auto_is_the_dtype_on_disk(talker: Path, tmp_path: Path):
     [
         ({"dtype": "int7"}, "dtype: give one of float32"),
         ({"dtype": None}, "dtype: give one of float32"),
-        ({"device": "attic"}, "device: 'attic' is no device"),
+        ({"device": "attic"}, "device: torch knows no device 'attic'"),
         ({"name_or_folder": 3}, "model: give 'smollm2' or a folder, not int"),
         ({"name_or_folder": None}, "model: give 'smollm2' or a folder, not NoneType"),
         ({"name_or_folder": "/no/such/folder"}, "'/no/such/folder' is not a folder: give 'smollm2'"),
