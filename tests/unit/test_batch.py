@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda.attention import hnd_pages, nhd_pages
+from pagoda.attention import hnd_pages, nhd_pages, paged_attention
 from pagoda.errors import ArgumentError, ConfigError, InvariantError, OutOfRangeError, StaleError
 from pagoda.layout import (
     FullAttention,
@@ -775,6 +775,30 @@ def test_tokens_of_another_number_and_of_shared_layers_are_not_stored():
     pools.layer(1).store(batch, torch.ones(2, 2, 8), torch.ones(2, 2, 8))
     assert float(pools.layer(1).keys[12:14].sum()) == 32
     assert not pools.layer(4).keys.any()
+
+
+def test_a_batch_of_pools_with_another_layout_is_refused():
+    def case(num_layers: int) -> tuple[Pools, Batch]:
+        layout = Layout([FullAttention(kv_heads=2, k_dim=8, v_dim=8, dtype="float32")] * num_layers)
+        pools = Pools(layout, {"full": 4}, num_rows=1, max_tokens=16, device="cpu")
+        step: dict[str, Any] = {"rows": [1], "lengths": [2], "counts": [2], "places": [1]}
+        delta = delta_of(1, **step, page_ids=[num_layers], num_groups=1)
+        pools.apply(delta)
+        return pools, pools.batch(delta)
+
+    (target, batch), (_, of_draft), (_, of_rank) = case(2), case(1), case(2)
+    layer, new = target.layer(0), torch.ones(2, 2, 8)
+    for wrong, said in (
+        (of_draft, "batch: it is of pools with another layout than layer 0"),
+        (batch.host, "batch: give what Pools.batch returned, not HostBatch"),
+        (None, "batch: give what Pools.batch returned, not NoneType"),
+    ):
+        for call in (lambda: layer.store(wrong, new, new), lambda: paged_attention(new, layer, wrong)):  # noqa: B023
+            with pytest.raises(ArgumentError, match=said):
+                call()
+    assert not layer.keys.any()
+    layer.store(of_rank, new, new)  # another rank of the same manager: slots mean the same
+    assert float(layer.keys[32:34].sum()) == 32
 
 
 # ── pages of a pool, for back ends ──────────────────────────────────────────────────────────────────

@@ -69,7 +69,7 @@ def test_pages_are_removed_where_they_were_stored():
             if isinstance(event, Removed):
                 removed.append(ids)
                 assert stored[name][:2] == place
-                # A run, a single page of the window, or one of each group that a row's own takes the place of.
+                # A run, a single page of the window, or one page of a group that a row's own page replaces.
                 assert ids in (stored[name][2:], (-1, stored[name][3]), (stored[name][2], -1))
             elif min(ids) < 0:  # one page of the window came back, or was exchanged
                 assert stored[name][:2] == place

@@ -47,11 +47,9 @@ def paged_attention(
     computed together, padded to the longest; keys and values are gathered and widened, and logits computed in
     parts of up to 256 MiB. Page ids outside the pool are not read. Errors: ArgumentError.
     """
-    if not isinstance(batch, Batch):
-        raise ArgumentError(f"batch: give what Pools.batch returned, not {type(batch).__name__}")
     if not isinstance(layer, Layer):
         raise ArgumentError(f"layer: give what Pools.layer returned, not {type(layer).__name__}")
-    view = batch[layer.group.name]
+    view = layer.part_of(batch)
     keys, values = layer.keys, layer.values
     _require_floats(queries, "queries", batch.device)
     num_tokens, heads, k_dim = queries.shape
