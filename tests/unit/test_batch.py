@@ -777,6 +777,20 @@ def test_tokens_of_another_number_and_of_shared_layers_are_not_stored():
     assert not pools.layer(4).keys.any()
 
 
+def test_a_batch_is_refused_once_its_buffers_are_about_another_step():
+    case = one_group(4, [[0, 0], [3, 5], [4, 6]], [Row(1, 5, 1), Row(2, 6, 2)], device="cpu")
+    layer, new = case.pools.layer(0), torch.ones(3, 2, 8)
+    stale = case.pools.batch(case.delta)
+    batch = case.pools.batch(case.delta, pad_to=(2, 6))
+    before = layer.keys.clone()
+    for call in (lambda: layer.store(stale, new, new), lambda: paged_attention(new, layer, stale)):
+        with pytest.raises(StaleError, match=r"Pools\.batch was called again since"):
+            call()
+    assert torch.equal(layer.keys, before)
+    layer.store(batch, new, new)
+    assert not torch.equal(layer.keys, before)
+
+
 def test_a_batch_of_pools_with_another_layout_is_refused():
     def case(num_layers: int) -> tuple[Pools, Batch]:
         layout = Layout([FullAttention(kv_heads=2, k_dim=8, v_dim=8, dtype="float32")] * num_layers)

@@ -51,20 +51,23 @@ class Layer:
     def part_of(self, batch: Batch) -> GroupBatch[torch.Tensor]:
         """Return the part of a batch that is about this layer's group.
 
-        Errors: ArgumentError, also for a batch of pools with another layout, whose slots mean other places.
+        Errors: ArgumentError, also for a batch of pools with another layout, whose slots mean other places;
+        StaleError for a batch whose buffers have been filled for another step.
         """
         if not isinstance(batch, Batch):
             raise ArgumentError(f"batch: give what Pools.batch returned, not {type(batch).__name__}")
         part = batch[self.group.name]
         if part.group is not self.group and part.group != self.group:
             raise ArgumentError(f"batch: it is of pools with another layout than layer {self.number}")
+        batch.require_current()
         return part
 
     def store(self, batch: Batch, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
         """Write the keys and values of a batch's tokens to their slots, in one launch.
 
         keys, values: [tokens, …] as `TokenPool.store` takes them, for each token of the batch, with or
-        without its padding. Errors: ArgumentError, also for a layer that shares another's keys and values.
+        without its padding. Errors: ArgumentError, also for a layer that shares another's keys and values;
+        StaleError after another `Pools.batch`.
         """
         if self.source != self.number:
             raise ArgumentError(
