@@ -91,7 +91,6 @@ void init_arrays() {
 
 NewArray<int32_t> new_int32(int64_t size) { return new_array<int32_t>(size, NPY_INT32); }
 NewArray<uint64_t> new_uint64(int64_t size) { return new_array<uint64_t>(size, NPY_UINT64); }
-NewArray<int64_t> new_int64(int64_t size) { return new_array<int64_t>(size, NPY_INT64); }
 
 nb::object view_int32(nb::handle owner, int32_t* data, int64_t size) {
   npy_intp shape = size;
@@ -118,7 +117,10 @@ int64_t to_int(nb::handle value, const char* name, int64_t low, int64_t high) {
   return n;
 }
 
-bool is_number(nb::handle value) { return PyLong_CheckExact(value.ptr()) || PyArray_IsScalar(value.ptr(), Integer); }
+bool is_number(nb::handle value) {
+  return PyLong_Check(value.ptr()) || PyFloat_Check(value.ptr()) || PyArray_IsScalar(value.ptr(), Number) ||
+         PyArray_IsScalar(value.ptr(), Bool);
+}
 
 std::string to_text(nb::handle value, const char* name) {
   Py_ssize_t size = 0;

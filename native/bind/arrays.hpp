@@ -64,7 +64,7 @@ class IdArray {
 // An integer argument within [low, high], or an ArgumentError that names it. Bools are refused.
 int64_t to_int(nb::handle value, const char* name, int64_t low, int64_t high);
 
-// Whether an argument is one integer, Python's or numpy's.
+// Whether an argument is one number, Python's or numpy's. `to_int` refuses those that are not integers.
 bool is_number(nb::handle value);
 
 // Runs `read`, which reads the arguments of a constructor, and turns its BadArgument into BadConfig.
@@ -92,7 +92,6 @@ struct NewArray {
 };
 NewArray<int32_t> new_int32(int64_t size);
 NewArray<uint64_t> new_uint64(int64_t size);
-NewArray<int64_t> new_int64(int64_t size);
 
 // An array over memory of `owner`, which the array keeps alive.
 nb::object view_int32(nb::handle owner, int32_t* data, int64_t size);

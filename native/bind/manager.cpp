@@ -398,8 +398,8 @@ Only tokens count that it was admitted with and has slots for. Compares the toke
 as `admit`, except CapacityError.)")
       .def("can_reserve", &can_reserve, nb::arg("rows").none(), nb::arg("n").none() = 1,
            nb::sig("def can_reserve(self, rows: IdsLike | int, n: IdsLike | int = 1) -> bool"),
-           "Return whether `reserve` with these arguments would succeed now. Errors: as `reserve`, except "
-           "CapacityError.")
+           "Return whether `reserve` with these arguments would succeed now: False also where a row would exceed "
+           "max_tokens. Errors: as `reserve` for rows.")
       .def("num_reservable", &num_reservable, nb::arg("rows").none(), nb::arg("n").none() = 1,
            nb::sig("def num_reservable(self, rows: IdsLike | int, n: IdsLike | int = 1) -> int"),
            "Return how many of the rows, starting with the first, `reserve` could serve together. Errors: as "

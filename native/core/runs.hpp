@@ -40,7 +40,6 @@ class RunStore {
   // Starts keeping a 64-bit key per page, not written yet, or stops.
   void keep_keys();
   void drop_keys();
-  bool has_keys() const { return has_keys_; }
 
   // Reserves address space for so many tokens.
   void expect(int64_t tokens);

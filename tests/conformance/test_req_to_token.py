@@ -175,3 +175,11 @@ def test_a_bad_number_of_rows_raises_a_typed_error(device: str, n: Any) -> None:
 def test_a_table_that_cannot_be_is_refused(max_reqs: Any, max_context_len: Any) -> None:
     with pytest.raises(ConfigError):
         ReqToTokenPool(max_reqs, max_context_len, device="cpu")
+
+
+def test_a_table_that_is_too_large_is_told_in_the_callers_words() -> None:
+    said = (
+        "max_reqs = 1048576 and max_context_len = 2048: the table exceeds 2\\^31 places: give fewer requests"
+    )
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        ReqToTokenPool(2**20, 2**11, device="cpu")

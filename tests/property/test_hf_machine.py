@@ -359,5 +359,6 @@ def test_what_is_found_is_what_was_kept(data: st.DataObject) -> None:
             asked = [row(parts) for parts in data.draw(st.lists(rows, min_size=1, max_size=3))]
             assert find(memory, asked, b"") < max(map(len, asked))
         memory.check()
+        assert memory._pools.step == memory.manager.step - 1  # every delta was applied
         assert memory.manager.stats().rows == 0
         assert memory.pool_bytes <= memory.memory_bytes

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda.attention import hnd_pages, nhd_pages
+from pagoda.attention import hnd_pages, nhd_pages, paged_attention
 from pagoda.errors import ArgumentError, ConfigError, InvariantError, OutOfRangeError, StaleError
 from pagoda.layout import (
     FullAttention,
@@ -406,7 +406,7 @@ def test_a_latent_group_has_batches_too():
 def test_a_batch_says_what_it_is():
     case = one_group(4, [[0], [5], [6]], [Row(1, 3, 2)])
     assert repr(case.pools.batch(case.delta, pad_to=(2, 4))) == (
-        "Batch(step 1: 2 tokens of 1 rows, padded to 4 and 2, on cpu)"
+        "Batch(step 1: 2 tokens of 1 row, padded to 4 and 2, on cpu)"
     )
 
 
@@ -777,6 +777,44 @@ def test_tokens_of_another_number_and_of_shared_layers_are_not_stored():
     assert not pools.layer(4).keys.any()
 
 
+def test_a_batch_is_refused_once_its_buffers_are_about_another_step():
+    case = one_group(4, [[0, 0], [3, 5], [4, 6]], [Row(1, 5, 1), Row(2, 6, 2)], device="cpu")
+    layer, new = case.pools.layer(0), torch.ones(3, 2, 8)
+    stale = case.pools.batch(case.delta)
+    batch = case.pools.batch(case.delta, pad_to=(2, 6))
+    before = layer.keys.clone()
+    for call in (lambda: layer.store(stale, new, new), lambda: paged_attention(new, layer, stale)):
+        with pytest.raises(StaleError, match=r"Pools\.batch was called again since"):
+            call()
+    assert torch.equal(layer.keys, before)
+    layer.store(batch, new, new)
+    assert not torch.equal(layer.keys, before)
+
+
+def test_a_batch_of_pools_with_another_layout_is_refused():
+    def case(num_layers: int) -> tuple[Pools, Batch]:
+        layout = Layout([FullAttention(kv_heads=2, k_dim=8, v_dim=8, dtype="float32")] * num_layers)
+        pools = Pools(layout, {"full": 4}, num_rows=1, max_tokens=16, device="cpu")
+        step: dict[str, Any] = {"rows": [1], "lengths": [2], "counts": [2], "places": [1]}
+        delta = delta_of(1, **step, page_ids=[num_layers], num_groups=1)
+        pools.apply(delta)
+        return pools, pools.batch(delta)
+
+    (target, batch), (_, of_draft), (_, of_rank) = case(2), case(1), case(2)
+    layer, new = target.layer(0), torch.ones(2, 2, 8)
+    for wrong, said in (
+        (of_draft, "batch: it is of pools with another layout than layer 0"),
+        (batch.host, "batch: give what Pools.batch returned, not HostBatch"),
+        (None, "batch: give what Pools.batch returned, not NoneType"),
+    ):
+        for call in (lambda: layer.store(wrong, new, new), lambda: paged_attention(new, layer, wrong)):  # noqa: B023
+            with pytest.raises(ArgumentError, match=said):
+                call()
+    assert not layer.keys.any()
+    layer.store(of_rank, new, new)  # another rank of the same manager: slots mean the same
+    assert float(layer.keys[32:34].sum()) == 32
+
+
 # ── pages of a pool, for back ends ──────────────────────────────────────────────────────────────────
 
 
@@ -797,3 +835,12 @@ def test_pages_of_a_pool_in_both_orders_are_the_same_memory():
     for tokens in (5, 0, 2.5):
         with pytest.raises(ArgumentError, match="page_tokens"):
             hnd_pages(buffer, tokens)  # type: ignore[arg-type]
+
+
+def test_two_buffers_in_one_memory_are_refused():
+    shared = torch.zeros(16, dtype=torch.int64)
+    both = {"positions": shared, "full.slot_mapping": shared}
+    sizes = {"num_rows": 2, "max_tokens": 16, "max_step_tokens": 16}
+    layout = Layout([FullAttention(kv_heads=1, k_dim=8, v_dim=8)], 4)
+    with pytest.raises(ConfigError, match="buffers: two names have the same memory"):
+        Pools(layout, {"full": 8}, **sizes, device="cpu", buffers=both)

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import builtins
 import importlib.util
 import re
 import shlex
@@ -94,6 +95,17 @@ def test_the_examples_of_a_page_run(page: Path, capsys: pytest.CaptureFixture[st
     if "inputs" in names and "cache" in names:  # pagoda.hf is on: a second call finds what the first computed
         names["model"].generate(**names["inputs"])
         assert names["cache"].last().hit_tokens == 32
+
+
+def test_each_example_of_the_readme_runs_as_it_stands():
+    for number, code in enumerate(python_blocks(ROOT / "README.md")):
+        imported = {
+            (each.asname or each.name).split(".")[0]
+            for node in ast.walk(ast.parse(code))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for each in node.names
+        }
+        assert free_names(code) - imported <= set(dir(builtins)), f"example {number + 1}"
 
 
 @pytest.mark.parametrize(

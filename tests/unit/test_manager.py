@@ -1484,3 +1484,10 @@ def test_drop_forgets_a_namespace():
     manager.drop("b")
     assert manager.admit(tokens(12), namespace=b"b", reserve=0).hit == 0
     manager.check()
+
+
+def test_a_watermark_that_leaves_nothing_is_refused():
+    layout = Layout([FULL], 4)
+    with pytest.raises(ConfigError, match="watermark: 8 pages leave none of the 8 of group full"):
+        Manager(layout, {"full": 8}, num_rows=2, max_tokens=16, watermark=8)
+    Manager(layout, {"full": 8}, num_rows=2, max_tokens=16, watermark=7)

@@ -342,6 +342,26 @@ def test_calls_with_nothing_to_do(manager: Manager):
     assert manager.stats() == before
 
 
+@pytest.mark.parametrize("bad", [True, 1.0, np.True_, np.float32(1)], ids=repr)
+def test_a_number_that_is_no_integer_is_called_one(manager: Manager, bad: Any):
+    for name, call in {
+        "rows": lambda: manager.reserve(bad),
+        "n": lambda: manager.reserve(1, bad),
+        "counts": lambda: manager.plan(1, bad),
+        "tokens": lambda: manager.commit(1, bad),
+    }.items():
+        refuses(manager, ArgumentError, call)
+        with pytest.raises(ArgumentError, match=f"^{name}: give an integer, not "):
+            call()
+
+
+def test_a_row_of_a_subclass_of_int_is_one_row(manager: Manager):
+    class Row(int):
+        pass
+
+    assert manager.reserved(Row(1)) == manager.reserved(1)
+
+
 # Building
 
 

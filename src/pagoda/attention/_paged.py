@@ -45,13 +45,12 @@ def paged_attention(
     It computes in float32 (float64 for float64 queries) and returns the dtype of the queries. Cost: lengths
     are read back, so it waits for the device and cannot be captured. Rows with the same number of queries are
     computed together, padded to the longest; keys and values are gathered and widened, and logits computed in
-    parts of up to 256 MiB. Page ids outside the pool are not read. Errors: ArgumentError.
+    parts of up to 256 MiB. Page ids outside the pool are not read. Errors: ArgumentError; StaleError after
+    another `Pools.batch`.
     """
-    if not isinstance(batch, Batch):
-        raise ArgumentError(f"batch: give what Pools.batch returned, not {type(batch).__name__}")
     if not isinstance(layer, Layer):
         raise ArgumentError(f"layer: give what Pools.layer returned, not {type(layer).__name__}")
-    view = batch[layer.group.name]
+    view = layer.part_of(batch)
     keys, values = layer.keys, layer.values
     _require_floats(queries, "queries", batch.device)
     num_tokens, heads, k_dim = queries.shape

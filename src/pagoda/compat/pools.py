@@ -340,9 +340,11 @@ class ReqToTokenPool:
         self.device = device
         try:
             self._table = DeviceTable(self.size, self.max_context_len, device, self._staging)
-        except ConfigError as error:
-            in_words(error, num_rows="max_reqs and max_context_len: num_rows")
-            raise
+        except ConfigError:
+            raise ConfigError(
+                f"max_reqs = {self.size} and max_context_len = {self.max_context_len}: the table exceeds "
+                "2^31 places: give fewer requests or a shorter context"
+            ) from None
         self._rows = FreeList(self.size, what="rows")
 
     @property

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from pagoda._native import read_delta
 from pagoda.errors import ArgumentError
+from pagoda.layout._numbers import counted
 
 __all__ = ["Delta"]
 
@@ -105,7 +106,8 @@ class Delta:
 
     def __repr__(self) -> str:
         copies = sum(len(sources) for sources, _ in self.copies)
+        tokens, rows = counted(self.num_tokens, "token"), counted(len(self.rows), "row")
         return (
-            f"Delta(step {self.step}: {self.num_tokens} tokens of {len(self.rows)} rows; "
-            f"{len(self.places)} table writes, {copies} page copies)"
+            f"Delta(step {self.step}: {tokens} of {rows}; "
+            f"{counted(len(self.places), 'table write')}, {counted(copies, 'page copy', 'page copies')})"
         )

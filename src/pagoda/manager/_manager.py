@@ -64,6 +64,10 @@ class Manager(ManagerCore):
                 )
             pages = count(capacity[group.name], f"capacity of {group.name}", low=0)
             specs.append((group.name, group.page_tokens, group.window, pages))
+            if 0 < pages <= count(watermark, "watermark", low=0):
+                raise ConfigError(
+                    f"watermark: {watermark} pages leave none of the {pages} of group {group.name}: give less"
+                )
         super().__init__(specs, num_rows, max_tokens, watermark)
         self.layout = layout
 

@@ -19,6 +19,7 @@ from pagoda import kernels
 from pagoda._native import Rank
 from pagoda.errors import ArgumentError, ConfigError, InvariantError, StaleError
 from pagoda.layout import PagedGroup
+from pagoda.layout._numbers import counted
 from pagoda.manager import Delta
 from pagoda.pools._arguments import filled, require_buffer
 
@@ -105,6 +106,9 @@ class BatchBuffers:
                 self.tensors[name] = given[name]
             else:
                 self.tensors[name] = filled(shape, dtype, device)
+        if len(set(self.addresses())) < len(names):
+            raise ConfigError("buffers: two names have the same memory: give each a tensor of its own")
+        self.num_fills = 0  # a batch is stale once there was another
         self._at = self.addresses()
         self._host: dict[str, npt.NDArray[Any]] | None = None
         if device.type == "cuda":
@@ -156,6 +160,7 @@ class BatchBuffers:
 
         `found`: the number of rows of the step, and where its rows, lengths and starts begin in `packed`.
         """
+        self.num_fills += 1
         if self.device.type == "cpu":
             rank.fill(packed, *padded, self._at)
             return
@@ -348,11 +353,19 @@ class Batch(_Rows[torch.Tensor]):
         super().__init__(buffers, buffers.tensors, padded)
         self.num_rows, self.num_tokens, self.step = num_rows, num_tokens, delta.step
         self._delta, self._rank, self._is_last = delta, rank, is_last
+        self._fill = buffers.num_fills
 
     @property
     def device(self) -> torch.device:
         """The device of the tensors."""
         return self._buffers.device
+
+    def require_current(self) -> None:
+        """Raise a StaleError if the buffers have been filled again, and so are about another step."""
+        if self._fill != self._buffers.num_fills:
+            raise StaleError(
+                f"batch: Pools.batch was called again since this one of step {self.step}: use that"
+            )
 
     @property
     def host(self) -> HostBatch:
@@ -371,6 +384,7 @@ class Batch(_Rows[torch.Tensor]):
     def __repr__(self) -> str:
         rows, tokens = self._padded
         return (
-            f"Batch(step {self.step}: {self.num_tokens} tokens of {self.num_rows} rows, "
+            f"Batch(step {self.step}: {counted(self.num_tokens, 'token')} of "
+            f"{counted(self.num_rows, 'row')}, "
             f"padded to {tokens} and {rows}, on {self.device})"
         )
