@@ -281,11 +281,11 @@ class Manager {
   // What a touched row leaves behind waits for the fence of the next step, else for that of the last one.
   int64_t fence(bool is_touched) const { return is_touched ? step_ : step_ - 1; }
   // Removes a reader, now or with its fence. Memory has been reserved.
-  void leave(Group& group, int32_t page, bool is_touched) {
+  void leave(Group& group, const int32_t* pages, int64_t n, bool is_touched) {
     if (fence(is_touched) <= passed_) {
-      let_go(group, page);
+      for (int64_t i = 0; i < n; ++i) let_go(group, pages[i]);
     } else {
-      group.cached.leaving.push(fence(is_touched), page);
+      group.cached.leaving.push(fence(is_touched), pages, n);
     }
   }
   void let_go(Group& group, int32_t page) {

@@ -306,13 +306,14 @@ void Manager::give_up(int64_t number) {
       group.pages.expect(num_own, fence);
     }
     if (fence > passed_) group.cached.leaving.reserve(live - from, fence);
-    for (int64_t p = from; p < live; ++p) {
-      if (own[p] != 0) {
+    for (int64_t p = from; p < live;) {
+      const int64_t begin = p;
+      while (p < live && own[p] == 0) ++p;
+      leave(group, ids + begin, p - begin, is_touched);
+      for (; p < live && own[p] != 0; ++p) {
         own[p] = 0;
-        group.cached.unlink_duplicate(group.place(number, p));
+        if (group.cached.num_duplicates() > 0) group.cached.unlink_duplicate(group.place(number, p));
         given_up.push_back(ids[p]);
-      } else {
-        leave(group, ids[p], is_touched);
       }
     }
     first = static_cast<int32_t>(live);

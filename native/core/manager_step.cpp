@@ -162,11 +162,12 @@ void Manager::release(Ids rows) {
       if (!group.has_window()) continue;
       const int32_t* ids = groups_[g].ids(rows[i]);
       const uint8_t* own = group.owned(rows[i]);
-      for (int64_t p = first(rows[i], g), to = end(rows[i], g); p < to; ++p) {
-        if (own[p] != 0) {
-          group.cached.unlink_duplicate(group.place(rows[i], p));
-        } else {
-          leave(group, ids[p], is_touched);
+      for (int64_t p = first(rows[i], g), to = end(rows[i], g); p < to;) {
+        const int64_t begin = p;
+        while (p < to && own[p] == 0) ++p;
+        leave(group, ids + begin, p - begin, is_touched);
+        for (; p < to && own[p] != 0; ++p) {
+          if (group.cached.num_duplicates() > 0) group.cached.unlink_duplicate(group.place(rows[i], p));
         }
       }
     }

@@ -117,7 +117,7 @@ MISTAKES = [
     ("fuzz_memory", "core/manager_admit.cpp", "abandon(number, num_writes);", "(void)num_writes;"),
     ("fuzz_memory", "core/manager_admit.cpp", "request.copies.reserve(", "request.ranges.reserve("),
     ("fuzz_memory", "core/manager_room.cpp", "group.cached.move_duplicates(page, duplicate);", ""),
-    ("fuzz_memory", "core/manager_step.cpp", "group.cached.unlink_duplicate(group.place(rows[i], p));", ""),
+    ("fuzz_memory", "core/manager_step.cpp", "group.cached.unlink_duplicate(group.place(rows[i], p));", "{}"),
 ]
 
 
