@@ -108,6 +108,7 @@ class BatchBuffers:
                 self.tensors[name] = filled(shape, dtype, device)
         if len(set(self.addresses())) < len(names):
             raise ConfigError("buffers: two names have the same memory: give each a tensor of its own")
+        self._shared = tuple(self.tensors[name] for name in SHARED)
         self.num_fills = 0  # a batch is stale once there was another
         self._at = self.addresses()
         self._host: dict[str, npt.NDArray[Any]] | None = None
@@ -171,12 +172,12 @@ class BatchBuffers:
             kernels.triton_module("_batch_fused").fill(
                 self._prepared,
                 table,
-                table.shape[0] // sum(geometry.max_pages for geometry in self.geometries.values()),
+                self.max_rows + 1,  # of each table, row 0 included
                 sent,
                 (rows, lengths, starts),
                 num_rows,
                 *padded,
-                tuple(self.tensors[name] for name in SHARED),
+                self._shared,
             )
 
     def fill_host(
