@@ -1,7 +1,8 @@
 """The tensors that hold keys, values and states. In: layouts, deltas; out: tensors.
 
 `Pools` has the pools and tables of one rank and follows a manager's deltas; `Pools.batch` returns what
-kernels read about a step, `Pools.layer` a layer of the model. `TokenPool` holds keys and values by slot,
+kernels read about a step, `Pools.layer` a layer of the model, `Layer.at` its entries
+for the tokens of a batch (`LayerStep`). `TokenPool` holds keys and values by slot,
 `EntryPool` pages of entries as bytes, `StatePool` the states of running requests, `DeviceTable` a matrix of
 ids. `Staging` copies host arrays to a device without waiting for it. Tensors are allocated once and never
 move, and none is read back. Invariants 6 and 7.
@@ -11,6 +12,7 @@ from pagoda.pools._batch import Batch, GroupBatch, HostBatch
 from pagoda.pools._entries import EntryPool
 from pagoda.pools._kv import TokenPool
 from pagoda.pools._layer import Layer
+from pagoda.pools._layer_step import LayerStep
 from pagoda.pools._rank import Pools
 from pagoda.pools._staging import Staging
 from pagoda.pools._state import StatePool, StateSpec
@@ -23,6 +25,7 @@ __all__ = [
     "GroupBatch",
     "HostBatch",
     "Layer",
+    "LayerStep",
     "Pools",
     "Staging",
     "StatePool",

@@ -21,8 +21,10 @@ from pagoda.layout._numbers import count
 from pagoda.manager import Delta
 from pagoda.pools._arguments import filled, number, refuse_capture, resolve_device
 from pagoda.pools._batch import Batch, BatchBuffers, Geometry, Sizes
+from pagoda.pools._entries import EntryPool
 from pagoda.pools._kv import TokenPool
 from pagoda.pools._layer import Layer
+from pagoda.pools._layer_step import LayerEntries
 from pagoda.pools._staging import Staging, current_stream, staging_of
 
 __all__ = ["Pools"]
@@ -34,11 +36,12 @@ class Pools:
     """Pages and tables of all groups on one device, which follow a manager's deltas.
 
     `layout` is the rank's (`layout.shard(n)`); `capacity`, `num_rows` and `max_tokens` are those of the
-    manager, so that its ids and places mean the same on every rank. `pools[name]` is a group's TokenPool,
-    `pools.layer(n)` a layer of the model, `tables[name]` a group's table, [num_rows + 1, max_pages] int32:
-    row 0 is padding, id 0 means no page, and places beyond a row's length are stale. Tables are views of
-    `flat_table`, one after the other in the order of the groups, so that one launch makes all writes of a
-    delta. Tensors are zeros at first and never move.
+    manager, so that its ids and places mean the same on every rank. `pools[name]` is a group's pool: a
+    TokenPool for keys and values or latents by slot; an EntryPool for compressed entries, quantised latents,
+    and latents with indexer keys. `pools.layer(n)` is a layer of the model, `tables[name]` a group's table,
+    [num_rows + 1, max_pages] int32: row 0 is padding, id 0 means no page, and places beyond a row's length
+    are stale. Tables are views of `flat_table`, one after the other in the order of the groups, so that one
+    launch makes all writes of a delta. Tensors are zeros at first and never move.
 
     `max_step_tokens` is the most tokens that one step computes. These arguments are mappings by group name:
     `kernel_page_tokens`, the page size of kernels where it is smaller than the group's; `max_indices`, the
@@ -46,7 +49,7 @@ class Pools:
     the scales of fp8 groups. `buffers` has the caller's own tensors for batches by name (`positions`,
     `full.slot_mapping`, …).
 
-    Errors: ConfigError, also for groups that a TokenPool cannot hold and for layouts with states.
+    Errors: ConfigError, also for layouts with states.
     """
 
     def __init__(
@@ -93,14 +96,7 @@ class Pools:
         self._staging = staging_of(self.device, staging)
         k_scales, v_scales = _by_group(k_scale, names, "k_scale"), _by_group(v_scale, names, "v_scale")
         self.pools = {
-            group.name: TokenPool.from_group(
-                group,
-                n,
-                self.device,
-                k_scale=k_scales.get(group.name),
-                v_scale=v_scales.get(group.name),
-                staging=self._staging,
-            )
+            group.name: self._pool_of(group, n, k_scales.get(group.name), v_scales.get(group.name))
             for group, n in zip(groups, pages, strict=True)
         }
         shapes = [(self.num_rows + 1, geometry.max_pages) for geometry in geometries]
@@ -114,7 +110,7 @@ class Pools:
         self._buffers = BatchBuffers(
             geometries, self.num_rows, self.max_step_tokens, self.device, dict(buffers or {})
         )
-        self._layers = _layers_of(layout, self.pools)
+        self._layers = self._make_layers()
         self._at = self._addresses()
         self._in_order = tuple(self.pools.values())
         # The delta that was applied last, what was found in it, and its copy on the device.
@@ -123,7 +119,51 @@ class Pools:
         self._step = 0
         self._lock = threading.RLock()
 
-    def __getitem__(self, name: str) -> TokenPool:
+    def _pool_of(
+        self, group: PagedGroup, num_pages: int, k_scale: Any, v_scale: Any
+    ) -> TokenPool | EntryPool:
+        staging = self._staging
+        if TokenPool.can_hold(group):
+            return TokenPool.from_group(
+                group, num_pages, self.device, k_scale=k_scale, v_scale=v_scale, staging=staging
+            )
+        for given, name in ((k_scale, "k_scale"), (v_scale, "v_scale")):
+            if given is not None:
+                raise ConfigError(f"{name}: group {group.name} stores entries, which have their own scales")
+        return EntryPool.from_group(group, num_pages, self.device, staging=staging)
+
+    def _make_layers(self) -> list[Layer | None]:
+        places = {
+            layer: (group, index)
+            for group in self.layout.paged_groups
+            for index, layer in enumerate(group.layers)
+        }
+        found: list[Layer | None] = []
+        for layer in range(len(self.layout.layers)):
+            source = self.layout.source(layer)
+            if source not in places:
+                found.append(None)
+                continue
+            group, index = places[source]
+            pool = self.pools[group.name]
+            entries = self._entries_of(layer, group, pool, index) if isinstance(pool, EntryPool) else None
+            found.append(Layer(layer, source, group, pool, index, entries))
+        return found
+
+    def _entries_of(self, layer: int, group: PagedGroup, pool: EntryPool, index: int) -> LayerEntries:
+        entry, *more = group.storage.entries
+        return LayerEntries(
+            f"layer {layer}",
+            self.device,
+            entry,
+            more[0] if more else None,
+            ratio=group.storage.ratio,
+            entries_per_page=group.entries_per_page,
+            pages=pool.layer(index),
+            table=self.tables[group.name],
+        )
+
+    def __getitem__(self, name: str) -> TokenPool | EntryPool:
         if name not in self.pools:
             names = ", ".join(self.pools)
             raise ArgumentError(f"name: there is no group {str(name)[:40]!r}: the groups are {names}")
@@ -251,7 +291,7 @@ class Pools:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return every tensor on the device: pages, tables and the buffers of batches."""
-        pages = [buffer for pool in self.pools.values() for buffer in (*pool.k_buffer, *pool.v_buffer)]
+        pages = [tensor for pool in self.pools.values() for tensor in pool.tensors()]
         return [*pages, self.flat_table, *self._buffers.tensors.values()]
 
     def memory_bytes(self) -> int:
@@ -331,16 +371,4 @@ def _geometries(
                 "fewer rows or tokens"
             )
         found.append(Geometry(group, max_pages, size, most))
-    return found
-
-
-def _layers_of(layout: Layout, pools: Mapping[str, TokenPool]) -> list[Layer | None]:
-    places = {
-        layer: (group, index) for group in layout.paged_groups for index, layer in enumerate(group.layers)
-    }
-    found: list[Layer | None] = []
-    for layer in range(len(layout.layers)):
-        source = layout.source(layer)
-        place = places.get(source)
-        found.append(place and Layer(layer, source, place[0], pools[place[0].name], place[1]))
     return found
