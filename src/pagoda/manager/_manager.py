@@ -124,7 +124,9 @@ def read_capacity(layout: Layout, capacity: Mapping[str, int], num_rows: int) ->
     has_states = layout.state_group is not None
     if has_states:
         names.append("checkpoint")
-    if not isinstance(capacity, Mapping) or set(capacity) - ({"state"} if has_states else set()) != set(names):
+    if not isinstance(capacity, Mapping) or set(capacity) - ({"state"} if has_states else set()) != set(
+        names
+    ):
         raise ConfigError(
             f"capacity: give a mapping from each of {', '.join(names)} to its number of "
             f"pages{' or checkpoints' if has_states else ''}"
