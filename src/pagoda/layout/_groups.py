@@ -130,18 +130,21 @@ class PagedGroup:
 class StateGroup:
     """Layers with a state of fixed size per request. A state id is valid in all of them.
 
-    `parts[i]` is the state of layer `layers[i]`; `checkpoint_bytes` are the bytes of it, in all layers, that
-    a checkpoint needs."""
+    `parts[i]` is the state of layer `layers[i]`."""
 
     name: str
     layers: tuple[int, ...]
     parts: tuple[tuple[TensorSpec, ...], ...]
-    checkpoint_bytes: int
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one state in all layers."""
         return sum(part.num_bytes for parts in self.parts for part in parts)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint in all layers: what a request needs of its state to resume."""
+        return sum(part.checkpoint_bytes for parts in self.parts for part in parts)
 
     @property
     def unit_bytes(self) -> int:
@@ -214,8 +217,7 @@ def form_groups(
     ]
     if states:
         parts = tuple(tuple(part for kind in kinds for part in kind.state) for kinds in states.values())
-        checkpoint_bytes = sum(kind.checkpoint_bytes for kinds in states.values() for kind in kinds)
-        groups.append(StateGroup("state", tuple(states), parts, checkpoint_bytes))
+        groups.append(StateGroup("state", tuple(states), parts))
     return tuple(groups)
 
 
