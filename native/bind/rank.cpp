@@ -47,10 +47,10 @@ nb::tuple check(const Rank& self, nb::handle packed, nb::handle step) {
   nb::object states = nb::none();
   if (!found.states.is_empty()) {
     const Rank::States& at = found.states;
-    states = nb::make_tuple(nb::make_tuple(at.num_saves, at.save_rows, at.save_lengths, at.save_ids),
-                            nb::make_tuple(at.num_restores, at.restore_rows, at.restore_lengths, at.restore_ids),
-                            nb::make_tuple(at.num_resets, at.reset_rows),
-                            nb::make_tuple(at.num_copies, at.sources, at.targets));
+    states = nb::make_tuple(nb::make_tuple(at.save_rows, at.save_lengths, at.save_ids, at.num_saves),
+                            nb::make_tuple(at.restore_rows, at.restore_lengths, at.restore_ids, at.num_restores),
+                            nb::make_tuple(at.reset_rows, at.num_resets),
+                            nb::make_tuple(at.sources, at.targets, at.num_copies));
   }
   return nb::make_tuple(found.num_rows, found.num_tokens, found.rows, found.lengths, found.starts, found.num_writes,
                         found.places, found.page_ids, copies, states);
@@ -105,7 +105,7 @@ void bind_rank(nb::module_& m) {
           "check", &check, nb::arg("packed").none(), nb::arg("step").none(),
           R"(Check every number of a delta and return what it asks for: rows and tokens of the step, where rows, lengths and
 starts begin, the number of table writes and where they begin, the page copies of each group, and what happens to
-states: the number of saves, restores, resets and copies, and where they begin; None if nothing does.
+states: where saves, restores, resets and copies begin, and the number of each; None if nothing does.
 
 Errors: ArgumentError, OutOfRangeError.)")
       .def("follow", &follow, nb::arg("packed").none(),

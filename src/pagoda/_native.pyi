@@ -211,9 +211,7 @@ class Rank:
         int,
         int,
         list[tuple[int, int, int, int, bool]],
-        tuple[
-            tuple[int, int, int, int], tuple[int, int, int, int], tuple[int, int], tuple[int, int, int]
-        ]
+        tuple[tuple[int, int, int, int], tuple[int, int, int, int], tuple[int, int], tuple[int, int, int]]
         | None,
     ]: ...
     def follow(self, packed: npt.NDArray[np.int32]) -> None: ...
