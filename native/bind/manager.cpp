@@ -333,8 +333,9 @@ nb::object counts(const Managed& self) {
     checkpoints = nb::make_tuple(core.num_checkpoints(), found.free, found.cached, found.running, found.saved,
                                  found.resumed, found.evicted);
   }
-  return nb::make_tuple(groups, stats.rows, stats.waiting_rows, core.num_rows(), stats.admitted, stats.tokens,
-                        stats.hits, stats.evicted, core.tree().tokens().total, checkpoints);
+  const nb::tuple rest = nb::make_tuple(stats.rows, stats.waiting_rows, core.num_rows(), stats.admitted, stats.tokens,
+                                        stats.hits, stats.evicted, core.tree().tokens().total);
+  return nb::make_tuple(groups, rest, checkpoints);
 }
 
 nb::list namespaces(const Managed& self) {
