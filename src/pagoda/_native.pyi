@@ -199,10 +199,23 @@ class Rank:
         groups: Sequence[tuple[str, int, int, int, int | None, int]],
         num_rows: int,
         max_tokens: int,
+        num_checkpoints: int | None = None,
     ) -> None: ...
     def check(
         self, packed: npt.NDArray[np.int32], step: int
-    ) -> tuple[int, int, int, int, int, int, int, int, list[tuple[int, int, int, int, bool]]]: ...
+    ) -> tuple[
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        list[tuple[int, int, int, int, bool]],
+        tuple[tuple[int, int, int, int], tuple[int, int, int, int], tuple[int, int], tuple[int, int, int]]
+        | None,
+    ]: ...
     def follow(self, packed: npt.NDArray[np.int32]) -> None: ...
     def fill(
         self, packed: npt.NDArray[np.int32], num_rows: int, num_tokens: int, addresses: list[int]
@@ -300,7 +313,11 @@ class ManagerCore:
     def stored(self, rows: IdsLike) -> npt.NDArray[np.int32]: ...
     def _counts(
         self,
-    ) -> tuple[list[tuple[str, int, int, int, int, int, int]], int, int, int, int, int, int, int, int]: ...
+    ) -> tuple[
+        list[tuple[str, int, int, int, int, int, int]],
+        tuple[int, int, int, int, int, int, int, int],
+        tuple[int, int, int, int, int, int, int] | None,
+    ]: ...
     def _tree_counts(self) -> TreeCounts: ...
     def _tree_nodes(
         self, max_nodes: int, max_tokens: int, namespace: bytes | str | None

@@ -155,7 +155,7 @@ def test_what_a_layer_does_not_have_is_refused():
     stale, batch = engine.pools.batch(delta), engine.pools.batch(delta)
     with pytest.raises(ArgumentError, match="layer 2 stores entries"):
         entries.store(batch, torch.zeros(0, 16))
-    with pytest.raises(ArgumentError, match="layer 1 stores keys by slot"):
+    with pytest.raises(ArgumentError, match="layer 1 has neither entries nor"):
         plain.at(batch)
     with pytest.raises(StaleError):
         entries.at(stale)

@@ -1,9 +1,10 @@
-"""A layer of the model in its pool, found by its number in the model: where its keys, values, entries and
-state are, and how the tokens of a batch are written there."""
+"""A layer of the model in its pools, found by its number in the model. In: batches, keys, values; out: where
+the layer keeps what it stores, and writes of the tokens of a batch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,21 +21,43 @@ __all__ = ["Layer"]
 
 @dataclass(frozen=True)
 class Layer:
-    """Where layer `number` of the model keeps what it stores: layer `index` of its group's pool.
+    """Where layer `number` of the model keeps its keys and values, or its entries, and its state.
 
-    A layer that shares the keys and values of another (`source` is that layer's number) has that layer's
-    buffers and stores nothing itself. Keys and values, or latents, are in a TokenPool: `keys`, `values` and
-    `store`. Entries, and windows in rings, are read and written through `at`.
+    Keys and values are layer `index` of the pool of `group`. A layer that shares those of another (`source`
+    is that layer's number) has that layer's buffers and stores none itself. Keys and values by slot, in a
+    TokenPool, are `keys` and `values`, and `store` writes them. Entries in an EntryPool, and windows in
+    rings, are read and written through `at`. `state` has the parts of the layer's state by name,
+    [num_rows + 1, *shape] each; it is empty if the layer has none. The state of row r is state r.
     """
 
     number: int
     source: int
-    group: PagedGroup
-    pool: TokenPool | EntryPool
-    index: int
-    entries: LayerEntries | None = None
+    # Group, pool and index there; None without pages.
+    place: tuple[PagedGroup, TokenPool | EntryPool, int] | None
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    entries: LayerEntries | None = field(default=None, compare=False)
 
-    def _tokens(self) -> TokenPool:
+    def _place(self) -> tuple[PagedGroup, TokenPool | EntryPool, int]:
+        if self.place is None:
+            raise ArgumentError(f"layer {self.number} stores no pages: it has a state")
+        return self.place
+
+    @property
+    def group(self) -> PagedGroup:
+        """The group of the layer's pages. Errors: ArgumentError for a layer without pages."""
+        return self._place()[0]
+
+    @property
+    def pool(self) -> TokenPool | EntryPool:
+        """The pool of the layer's group. Errors: ArgumentError for a layer without pages."""
+        return self._place()[1]
+
+    @property
+    def index(self) -> int:
+        """The layer's number in the pool. Errors: ArgumentError for a layer without pages."""
+        return self._place()[2]
+
+    def _token_pool(self) -> TokenPool:
         if not isinstance(self.pool, TokenPool):
             raise ArgumentError(f"layer {self.number} stores entries, not keys by slot: use Layer.at(batch)")
         return self.pool
@@ -43,25 +66,25 @@ class Layer:
     def keys(self) -> torch.Tensor:
         """[num_slots, kv_heads, k_dim]: keys by slot. In latent attention, latents with one head.
 
-        Errors: ArgumentError for a layer that stores entries; so for `values` and the scales.
+        Errors: ArgumentError for a layer that stores none by slot; so for `values` and the scales.
         """
-        return self._tokens().k_buffer[self.index]
+        return self._token_pool().k_buffer[self.index]
 
     @property
     def values(self) -> torch.Tensor | None:
         """[num_slots, kv_heads, v_dim]: values by slot. In latent attention, None."""
-        pool = self._tokens()
+        pool = self._token_pool()
         return pool.v_buffer[self.index] if pool.v_buffer else None
 
     @property
     def k_scale(self) -> float:
         """The factor of an fp8 key when it is read; 1 in other pools."""
-        return self._tokens().k_scale[self.index]
+        return self._token_pool().k_scale[self.index]
 
     @property
     def v_scale(self) -> float:
         """The factor of an fp8 value when it is read; 1 in other pools."""
-        return self._tokens().v_scale[self.index]
+        return self._token_pool().v_scale[self.index]
 
     def part_of(self, batch: Batch) -> GroupBatch[torch.Tensor]:
         """Return the part of a batch that is about this layer's group.
@@ -69,12 +92,10 @@ class Layer:
         Errors: ArgumentError, also for a batch of pools with another layout, whose slots mean other places;
         StaleError for a batch whose buffers have been filled for another step.
         """
-        if not isinstance(batch, Batch):
-            raise ArgumentError(f"batch: give what Pools.batch returned, not {type(batch).__name__}")
+        _require_current(batch)
         part = batch[self.group.name]
         if part.group is not self.group and part.group != self.group:
             raise ArgumentError(f"batch: it is of pools with another layout than layer {self.number}")
-        batch.require_current()
         return part
 
     def store(self, batch: Batch, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
@@ -88,7 +109,7 @@ class Layer:
             raise ArgumentError(
                 f"layer {self.number} shares keys and values with layer {self.source}: store them there"
             )
-        pool, slots = self._tokens(), self.part_of(batch).slot_mapping
+        pool, slots = self._token_pool(), self.part_of(batch).slot_mapping
         if isinstance(keys, torch.Tensor) and keys.dim() and keys.shape[0] == batch.num_tokens:
             slots = slots[: batch.num_tokens]
         pool.store(self.index, slots, keys, values)
@@ -96,16 +117,31 @@ class Layer:
     def at(self, batch: Batch) -> LayerStep:
         """Return the layer's entries and window for the tokens of a batch.
 
-        It reads the buffers of the batch, which never move: captured with a padded batch, its calls serve
-        every later batch of that size. Errors: ArgumentError for a layer without entries; StaleError after
-        another `Pools.batch`; ConfigError for entries in a format that kernels do not support.
+        It reads the buffers of the batch, which never move: if captured with a padded batch, its calls serve
+        every later batch of that size. Errors: ArgumentError for a layer without entries, and as `part_of`;
+        StaleError after another `Pools.batch`.
         """
         if self.entries is None:
-            raise ArgumentError(f"layer {self.number} stores keys by slot, not entries: use Layer.store")
-        self.part_of(batch)
+            raise ArgumentError(f"layer {self.number} has neither entries nor a window in a ring")
+        if self.place is not None:
+            self.part_of(batch)
+        else:
+            _require_current(batch)
         tokens = Tokens(batch.rows, batch.batch_indices, batch.positions)
         return LayerStep(self.entries, tokens, lambda: Known(*batch.longest))
 
     def __repr__(self) -> str:
-        shared = "" if self.source == self.number else f", shared with layer {self.source}"
-        return f"Layer({self.number}: group {self.group.name}, index {self.index}{shared})"
+        found = []
+        if self.place is not None:
+            found.append(f"group {self.group.name}, index {self.index}")
+        if self.source != self.number:
+            found.append(f"shared with layer {self.source}")
+        if self.state:
+            found.append(f"state {', '.join(self.state)}")
+        return f"Layer({self.number}: {', '.join(found)})"
+
+
+def _require_current(batch: Batch) -> None:
+    if not isinstance(batch, Batch):
+        raise ArgumentError(f"batch: give what Pools.batch returned, not {type(batch).__name__}")
+    batch.require_current()
