@@ -50,7 +50,8 @@ class Pools:
     and `checkpoints` are their pools; otherwise both are None. The state of row r is state r, so
     `capacity["state"]` may be omitted; it is at least num_rows.
 
-    `max_step_tokens` is the most tokens that one step computes. These arguments are mappings by group name:
+    `max_step_tokens` is the most tokens that one step computes; with 0, no batch can be made, and there are
+    no buffers for batches. These arguments are mappings by group name:
     `kernel_page_tokens`, the page size of kernels where it is smaller than the group's; `max_indices`, the
     most page indices of a batch, by default enough for all rows at their longest; `k_scale` and `v_scale`,
     the scales of fp8 groups. `buffers` has the caller's own tensors for batches by name (`positions`,
@@ -84,7 +85,7 @@ class Pools:
         self.max_step_tokens = (
             max(self.num_rows, min(self.max_tokens, STEP_TOKENS))
             if max_step_tokens is None
-            else count(max_step_tokens, "max_step_tokens")
+            else count(max_step_tokens, "max_step_tokens", low=0)
         )
         self.device = resolve_device(device)
         geometries = _geometries(
@@ -122,8 +123,9 @@ class Pools:
             self.tables = {
                 name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)
             }
+        max_rows = self.num_rows if self.max_step_tokens else 0
         self._buffers = BatchBuffers(
-            geometries, self.num_rows, self.max_step_tokens, self.device, dict(buffers or {})
+            geometries, max_rows, self.max_step_tokens, self.device, dict(buffers or {})
         )
         self._layers = [self._make_layer(number) for number in range(len(layout.layers))]
         self._at = self._addresses()
