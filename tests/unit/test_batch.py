@@ -668,10 +668,8 @@ def test_pools_without_batches_have_no_buffers_for_them():
     case = decoding(max_step_tokens=0)
     # Only the first of the counts of rows and of indices: where the list of the first row would begin.
     assert sum(buffer.nbytes for buffer in buffers_of(case.pools).values()) == 2 * 4
-    delta = case.manager.plan(case.rows, 1)
-    case.pools.apply(delta)
     with pytest.raises(ArgumentError, match="more than max_step_tokens = 0"):
-        case.pools.batch(delta)
+        case.pools.batch(case.delta)
 
 
 def test_memory_of_batches_is_counted():
