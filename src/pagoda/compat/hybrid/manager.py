@@ -90,6 +90,7 @@ class KVCacheManager:
             self.request_slot_map, *lens = self._marks.unbind(0)
             for table in self._pools.tables.values():
                 table.fill_(-1)
+            self._flat = {name: table.view(-1) for name, table in self._pools.tables.items()}
         self._marks_at = self._marks.data_ptr()
         self._lens = dict(zip(names, lens, strict=True))
         self._shown = {name: np.zeros(rows, dtype=np.int32) for name in names}  # as `_lens`, on the host
@@ -232,33 +233,32 @@ class KVCacheManager:
         blocks = self._manager.page_ids(row, group)
         is_new = n == len(blocks)
         try:
-            if is_new:
-                self._extend(group, row, n)
-                blocks = self._manager.page_ids(row, group)
-            # The manager's table is ahead of the device's only if a call was interrupted.
+            block = self._extend(group, row, n) if is_new else int(blocks[n])
+            # Of earlier blocks, the device lacks one only if a call was interrupted.
             for at in range(int(shown[row]), n + 1):
-                self._show(group, row, at, int(blocks[at]), at + 1)
+                self._show(group, row, at, block if at == n else int(blocks[at]), at + 1)
                 shown[row] = at + 1
-            return int(blocks[n])
+            return block
         except BaseException:
             if is_new:
                 self._take_back(group, row, n)
             raise
 
-    def _extend(self, group: str, row: int, n: int) -> None:
-        """Give a row with n blocks one more. Errors: CapacityError."""
+    def _extend(self, group: str, row: int, n: int) -> int:
+        """Give a row with n blocks one more, and return it. Errors: CapacityError."""
         if n == self.max_blocks_per_request:
             raise CapacityError(f"places in the {group} table of row {row}", 1, 0, n)
         try:
-            self._manager.extend(row, group)
+            block = int(self._manager.extend(row, group)[0])
         except CapacityError as error:
             raise CapacityError(f"{group} blocks", 1, 0, error.total) from None
         self._settle()
+        return block
 
     def _show(self, group: str, row: int, at: int, block: int, num_blocks: int) -> None:
         """Write one place of a row's table, and its number of blocks, to the device: one launch."""
-        table, lens = self._pools.tables[group], self._lens[group]
-        kernels.set_table(table.view(-1), row * table.shape[1] + at, block, lens, row, num_blocks)
+        place = row * self.max_blocks_per_request + at
+        kernels.set_table(self._flat[group], place, block, self._lens[group], row, num_blocks)
 
     def _take_back(self, group: str, row: int, n: int) -> None:
         """Undo the growth of a row to n + 1 blocks. On the host this cannot fail."""
