@@ -19,6 +19,7 @@ from pagoda.errors import ArgumentError, ConfigError, InvariantError
 from pagoda.layout import Layout, PagedGroup, RingWindow
 from pagoda.layout._numbers import count
 from pagoda.manager import Delta
+from pagoda.manager._manager import read_capacity
 from pagoda.pools._arguments import filled, number, refuse_capture, resolve_device
 from pagoda.pools._batch import Batch, BatchBuffers, Geometry, Sizes
 from pagoda.pools._checkpoints import CheckpointPool
@@ -80,7 +81,7 @@ class Pools:
         names = [group.name for group in groups]
         self.layout = layout
         self.num_rows = count(num_rows, "num_rows")
-        num_checkpoints = _num_checkpoints(layout, capacity, names, self.num_rows)
+        num_checkpoints = read_capacity(layout, capacity, self.num_rows)
         self.max_tokens = count(max_tokens, "max_tokens")
         self.max_step_tokens = (
             max(self.num_rows, min(self.max_tokens, STEP_TOKENS))
@@ -398,21 +399,6 @@ def _groups_of(layout: Any) -> tuple[PagedGroup, ...]:
     if not layout.groups:
         raise ConfigError("layout: it has no groups, so there is nothing to store")
     return layout.paged_groups
-
-
-def _num_checkpoints(layout: Layout, capacity: Any, names: list[str], num_rows: int) -> int | None:
-    """Return the number of checkpoints, None without states. Errors: ConfigError for other names."""
-    wanted = names if layout.state_group is None else [*names, "checkpoint"]
-    if not isinstance(capacity, Mapping) or set(capacity) - ({"state"} - set(names)) != set(wanted):
-        pages = f"the number of pages of each group: {', '.join(names)}"
-        checkpoints = "the number of checkpoints: checkpoint"
-        given = [pages] * bool(names) + [checkpoints] * (layout.state_group is not None)
-        raise ConfigError(f"capacity: give {', and '.join(given)}")
-    if layout.state_group is None:
-        return None
-    if count(capacity.get("state", num_rows), "capacity of state", low=0) < num_rows:
-        raise ConfigError(f"capacity of state: give at least num_rows = {num_rows}: each row has a state")
-    return count(capacity["checkpoint"], "capacity of checkpoint", low=0)
 
 
 def _by_group(given: Any, names: list[str], name: str) -> Mapping[str, Any]:
