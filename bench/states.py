@@ -19,7 +19,7 @@ SETS = 2  # of rows and checkpoints; their calls alternate, so that no call find
 
 
 def copy_microseconds(num_bytes: int) -> float:
-    """Return the time in which the device copies that many bytes: as a memory copy, or, if that is faster, as a
+    """Return the time in which the device copies that many bytes: as a memory copy or, if that is faster, by a
     kernel that reads and writes as many."""
     source = torch.randint(0, 256, (SETS, -(-num_bytes // 8) * 8), dtype=torch.uint8, device="cuda")
     source = source.view(torch.int64)
