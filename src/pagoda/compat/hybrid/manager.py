@@ -314,7 +314,10 @@ class KVCacheManager:
         )
 
     def memory_bytes(self) -> int:
-        """Bytes of all pools and tables on the device, padding included."""
+        """Bytes of all pools and tables on the device, padding rows and blocks included.
+
+        The one checkpoint that pools keep as padding, and a few kilobytes of addresses, are not counted.
+        """
         pools = self._pools
         assert pools.states is not None
         entries = sum(pool.memory_bytes() for pool in pools.pools.values())
