@@ -555,7 +555,7 @@ DeepSeek-V4 and indexer keys in fp8. KiB, MiB and GiB are powers of 1,024; 8k is
 
 - Bytes per token count the layers that keep every token; windows and states do not grow with the length.
 - A request is the most that it holds while it grows token by token: whole pages, and its state.
-- A checkpoint is what has to be kept of a state to resume from it. In a pool it takes a whole state.
+- A checkpoint is what has to be kept of a state to resume from it.
 
 {_table(head, rows)}
 

@@ -21,8 +21,9 @@ constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
 
 // The base of pagoda.manager.Manager: the core's manager and the listeners of its tree.
 struct Managed : Listeners {
-  Managed(std::vector<GroupSpec> groups, int64_t num_rows, int64_t max_tokens, int64_t watermark)
-      : core(std::move(groups), num_rows, max_tokens, watermark) {}
+  Managed(std::vector<GroupSpec> groups, StateSpec states, int64_t resume_step, int64_t num_rows, int64_t max_tokens,
+          int64_t watermark)
+      : core(std::move(groups), states, resume_step, num_rows, max_tokens, watermark) {}
   Manager core;
 };
 
@@ -57,15 +58,21 @@ GroupSpec to_spec(nb::handle value) {
           parts[2].is_none() ? 0 : to_int(parts[2], "window", 1, kMaxId), to_int(parts[3], "capacity", 0, kMaxId - 1)};
 }
 
-void construct(Managed* self, nb::handle groups, nb::handle num_rows, nb::handle max_tokens, nb::handle watermark) {
+// checkpoints: None for a layout without states.
+void construct(Managed* self, nb::handle groups, nb::handle resume_step, nb::handle num_rows, nb::handle max_tokens,
+               nb::handle watermark, nb::handle checkpoints, nb::handle interval) {
   to_config([&] {
     std::vector<GroupSpec> specs;
     for (const nb::object& group : to_items(groups, "groups", "groups")) specs.push_back(to_spec(group));
-    if (specs.empty()) throw BadArgument("groups: give at least one");
+    const bool has_states = !checkpoints.is_none();
+    if (specs.empty() && !has_states) throw BadArgument("groups: give at least one");
+    const StateSpec states{has_states, has_states ? to_int(checkpoints, "capacity of checkpoint", 0, kMaxId - 1) : 0,
+                           to_int(interval, "checkpoint_interval", 1, kMaxId)};
+    const int64_t step = to_int(resume_step, "resume_step", 1, std::numeric_limits<int64_t>::max());
     const int64_t rows = to_int(num_rows, "num_rows", 1, kMaxId - 1);
     const int64_t tokens = to_int(max_tokens, "max_tokens", 1, kMaxId - 1);
     const int64_t kept = to_int(watermark, "watermark", 0, kMaxId);
-    new (self) Managed(std::move(specs), rows, tokens, kept);
+    new (self) Managed(std::move(specs), states, step, rows, tokens, kept);
   });
 }
 
@@ -159,7 +166,13 @@ nb::object admit(Managed& self, nb::handle tokens, nb::handle space, nb::handle 
                  nb::handle max_hit, nb::handle read, nb::handle store) {
   PromptArgument argument(tokens, space, extra_keys, reserve, max_hit, read, store);
   const Manager::Admitted done = self.core.admit(argument.borrow());
-  nb::object result = make_tuple(admitted_type, {nb::int_(done.row), nb::int_(done.hit), nb::int_(done.reserved)});
+  nb::object cuts = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(done.cuts.size())));
+  if (!cuts.is_valid()) throw nb::python_error();
+  for (size_t i = 0; i < done.cuts.size(); ++i) {
+    PyTuple_SetItem(cuts.ptr(), static_cast<Py_ssize_t>(i), nb::int_(done.cuts[i]).release().ptr());
+  }
+  nb::object result =
+      make_tuple(admitted_type, {nb::int_(done.row), nb::int_(done.hit), nb::int_(done.reserved), cuts});
   deliver(self.core.tree(), self);
   return result;
 }
@@ -261,6 +274,7 @@ nb::object plan(Managed& self, nb::handle rows, nb::handle counts) {
   PyTuple_SetItem(result.ptr(), 0, nb::int_(self.core.step()).release().ptr());
   PyTuple_SetItem(result.ptr(), 1, packed.array.release().ptr());
   self.core.plan(ids, queries, layout, packed.data);
+  deliver(self.core.tree(), self);
   return result;
 }
 
@@ -313,8 +327,15 @@ nb::object counts(const Managed& self) {
     groups.append(nb::make_tuple(group.spec.name, group.spec.num_pages, pages.free, pages.evictable, pages.leased,
                                  pages.running, pages.waiting));
   }
-  return nb::make_tuple(groups, stats.rows, stats.waiting_rows, core.num_rows(), stats.admitted, stats.tokens,
-                        stats.hits, stats.evicted, core.tree().tokens().total);
+  nb::object checkpoints = nb::none();
+  if (core.has_states()) {
+    const Manager::Checkpoints found = core.checkpoints();
+    checkpoints = nb::make_tuple(core.num_checkpoints(), found.free, found.cached, found.running, found.saved,
+                                 found.resumed, found.evicted);
+  }
+  const nb::tuple rest = nb::make_tuple(stats.rows, stats.waiting_rows, core.num_rows(), stats.admitted, stats.tokens,
+                                        stats.hits, stats.evicted, core.tree().tokens().total);
+  return nb::make_tuple(groups, rest, checkpoints);
 }
 
 nb::list namespaces(const Managed& self) {
@@ -331,6 +352,7 @@ void reset(Managed& self) {
 PyStructSequence_Field admitted_fields[] = {{"row", "The request's row."},
                                             {"hit", "Number of tokens that need not be computed."},
                                             {"reserved", "Number of tokens that have a slot."},
+                                            {"cuts", "Lengths at which the prefill should end a step, ascending."},
                                             {nullptr, nullptr}};
 PyStructSequence_Field pending_fields[] = {
     {"row", "The row that computes them."}, {"length", "Number of tokens that will be cached."}, {nullptr, nullptr}};
@@ -341,13 +363,15 @@ void bind_manager(nb::module_& m) {
   const nb::object plain = nb::bytes("", 0), none = nb::make_tuple();
   admitted_type =
       make_type(m, "Admitted", "pagoda.manager.Admitted",
-                "An admitted request: its row, its hit, and how many tokens have a slot.", admitted_fields, 3);
+                "An admitted request: its row, its hit, and how many tokens have a slot; `cuts` is an attribute.",
+                admitted_fields, 3);
   pending_type = make_type(m, "Pending", "pagoda.manager.Pending",
                            "A running request that is about to compute a prefix.", pending_fields, 2);
   nb::class_<Managed>(m, "ManagerCore", nb::type_slots(manager_slots), nb::is_weak_referenceable(),
                       "The native part of pagoda.Manager.")
-      .def("__init__", &construct, nb::arg("groups").none(), nb::arg("num_rows").none(), nb::arg("max_tokens").none(),
-           nb::arg("watermark").none())
+      .def("__init__", &construct, nb::arg("groups").none(), nb::arg("resume_step").none(), nb::arg("num_rows").none(),
+           nb::arg("max_tokens").none(), nb::arg("watermark").none(), nb::arg("checkpoints").none(),
+           nb::arg("checkpoint_interval").none())
       .def_prop_ro(
           "num_rows", [](const Managed& self) { return self.core.num_rows(); },
           "Maximum number of requests that run at once.")
@@ -379,7 +403,8 @@ Pages that its own hit would lock do not count as evictable. Errors: as `admit`,
 
 At least one token is left to compute. `reserve` is the number of tokens after the hit that get slots, by default all
 of `tokens`; `max_hit` limits the hit. With `read=False` the request uses no cached pages, and with `store=False` nothing
-that it commits is cached. The caller owns the row until `release`. Errors: CapacityError if rows or pages of a group run
+that it commits is cached. `cuts` are the lengths at which the prefill should end a step, so that its state can be saved.
+The caller owns the row until `release`. Errors: CapacityError if rows or pages of a group run
 out; ArgumentError; OutOfRangeError for a token.)")
       .def("hit", &hit, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
            nb::arg("extra_keys").none() = none,
@@ -394,7 +419,7 @@ Errors: as `admit`, except CapacityError.)")
                    "Sequence[ExtraKey] = ()) -> Pending | None"),
            R"(Return the running request that is about to compute most of these tokens beyond the present hit, or None.
 
-Only tokens count that it was admitted with and has slots for. Compares the tokens with every running request. Errors:
+Only tokens count that it was admitted with and has slots for, and with states only lengths at which a save is planned. Compares the tokens with every running request. Errors:
 as `admit`, except CapacityError.)")
       .def("can_reserve", &can_reserve, nb::arg("rows").none(), nb::arg("n").none() = 1,
            nb::sig("def can_reserve(self, rows: IdsLike | int, n: IdsLike | int = 1) -> bool"),
@@ -423,8 +448,8 @@ rows.)")
            nb::sig("def rollback(self, rows: IdsLike | int, n: IdsLike | int) -> None"),
            R"(Take back the last n reserved tokens of each row, or n[i] of row i, whether computed or not.
 
-Committed tokens cannot be taken back. The row keeps its pages for what it reserves next. Errors: ArgumentError; as
-`reserve` for rows.)")
+Committed tokens cannot be taken back. The row keeps its pages for what it reserves next. Errors: ArgumentError, with states
+also for a row with computed tokens that are not committed; as `reserve` for rows.)")
       .def(
           "release", &release, nb::arg("rows").none(), nb::sig("def release(self, rows: IdsLike | int) -> None"),
           R"(End rows, be they finished, cancelled or preempted. What they committed stays cached until memory is needed.
@@ -436,8 +461,8 @@ for rows.)")
            nb::sig("def fork(self, row: int, n: int | None = None) -> int | npt.NDArray[np.int32]"),
            R"(Start a new row that continues a row's committed tokens, and return it; with `n`, start n rows: [n] int32.
 
-They share the pages of the tree; the next delta copies the others. The caller owns the rows. Errors: CapacityError;
-ArgumentError for a row whose tokens are not cached; OutOfRangeError, NotHeldError for the row.)")
+They share the pages of the tree; the next delta copies the others, and the state. The caller owns the rows. Errors:
+CapacityError; ArgumentError for a row whose tokens are not cached, or, with states, not all committed; OutOfRangeError, NotHeldError for the row.)")
       .def("invalidate", &invalidate, nb::arg("group").none(), nb::arg("page_ids").none(),
            nb::sig("def invalidate(self, group: str, page_ids: IdsLike) -> npt.NDArray[np.int32]"),
            R"(Forget pages of a group whose contents are bad, and everything that continues them.

@@ -69,8 +69,10 @@ void fill(const Rank& self, nb::handle packed, int64_t num_rows, int64_t num_tok
 
 // The step, the number of groups, and (name, group, begin, size) of each section that is not empty.
 nb::tuple read_delta(nb::handle packed) {
-  static const char* const names[] = {"rows",   "lengths",  "counts",  "starts",
-                                      "places", "page_ids", "sources", "targets"};
+  static const char* const names[] = {
+      "rows",          "lengths",      "counts",          "starts",      "save_rows",  "save_lengths",
+      "save_ids",      "restore_rows", "restore_lengths", "restore_ids", "reset_rows", "state_sources",
+      "state_targets", "places",       "page_ids",        "sources",     "targets"};
   IdArray array(packed, "packed");
   const DeltaView delta(array.borrow());
   nb::list sections;

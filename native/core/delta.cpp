@@ -66,6 +66,10 @@ DeltaView::DeltaView(Ids packed) : packed_(packed), step_(0) {
   const int64_t num_rows = size(Section::kRows);
   if (size(Section::kLengths) != num_rows || size(Section::kCounts) != num_rows ||
       size(Section::kStarts) != (num_rows > 0 ? num_rows + 1 : 0) ||
+      size(Section::kSaveLengths) != size(Section::kSaveRows) || size(Section::kSaveIds) != size(Section::kSaveRows) ||
+      size(Section::kRestoreLengths) != size(Section::kRestoreRows) ||
+      size(Section::kRestoreIds) != size(Section::kRestoreRows) ||
+      size(Section::kStateTargets) != size(Section::kStateSources) ||
       size(Section::kPlaces) != size(Section::kPageIds)) {
     refuse(differ);
   }

@@ -18,14 +18,23 @@
 namespace pagoda {
 
 enum class Section : int32_t {
-  kRows = 1,     // [rows] rows of the step
-  kLengths = 2,  // [rows] tokens of each once the step is computed
-  kCounts = 3,   // [rows] tokens of each that the step computes
-  kStarts = 4,   // [rows + 1] where each row's tokens begin among the step's: running sums of counts from 0
-  kPlaces = 5,   // [writes] places in the page tables
-  kPageIds = 6,  // [writes] what to write there
-  kSources = 7,  // [copies] of one group: pages to copy
-  kTargets = 8,  // [copies] of one group: pages to write
+  kRows = 1,            // [rows] rows of the step
+  kLengths = 2,         // [rows] tokens of each once the step is computed
+  kCounts = 3,          // [rows] tokens of each that the step computes
+  kStarts = 4,          // [rows + 1] where each row's tokens begin among the step's: running sums of counts from 0
+  kSaveRows = 5,        // [saves] rows whose state is saved
+  kSaveLengths = 6,     // [saves] tokens in each of these states
+  kSaveIds = 7,         // [saves] checkpoints to write
+  kRestoreRows = 8,     // [restores] rows whose state is written
+  kRestoreLengths = 9,  // [restores] tokens in each of these states
+  kRestoreIds = 10,     // [restores] checkpoints to read
+  kResetRows = 11,      // [resets] rows whose state becomes that of a new request
+  kStateSources = 12,   // [state copies] rows whose state is copied
+  kStateTargets = 13,   // [state copies] rows that get it
+  kPlaces = 14,         // [writes] places in the page tables
+  kPageIds = 15,        // [writes] what to write there
+  kSources = 16,        // [copies] of one group: pages to copy
+  kTargets = 17,        // [copies] of one group: pages to write
 };
 
 // Where the sections of a delta begin. In: kinds and sizes; out: an array with a head.
@@ -62,7 +71,7 @@ class DeltaLayout {
     Section kind;
     int64_t group, size;
   };
-  static constexpr int64_t kFew = 8;  // enough for most steps: stored inline
+  static constexpr int64_t kFew = 12;  // enough for most steps: stored inline
   static int64_t aligned(int64_t words) { return (words + 3) / 4 * 4; }
   const Entry& operator[](int64_t i) const { return i < kFew ? few_[i] : many_[static_cast<size_t>(i - kFew)]; }
   int64_t head_size() const;

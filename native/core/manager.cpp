@@ -10,14 +10,14 @@ namespace pagoda {
 
 namespace {
 
-int64_t common_step(const std::vector<GroupSpec>& groups) {
-  int64_t step = 1;
+int64_t require_step(const std::vector<GroupSpec>& groups, int64_t step) {
+  if (step > std::numeric_limits<int32_t>::max()) {
+    throw BadConfig("page_tokens: the groups have no common multiple below 2^31; choose sizes that divide each other");
+  }
   for (const GroupSpec& group : groups) {
-    step = std::lcm(step, group.page_tokens);
-    if (step > std::numeric_limits<int32_t>::max()) {
-      throw BadConfig(
-          "page_tokens: the groups have no common multiple below 2^31; choose sizes that divide each other");
-    }
+    if (step % group.page_tokens == 0) continue;
+    throw BadConfig("resume_step: " + text(step) + " is not a multiple of " + text(group.page_tokens) +
+                    ", the page_tokens of " + group.name);
   }
   return step;
 }
@@ -69,14 +69,18 @@ int64_t Manager::Group::num_evictable(const PrefixTree& tree) const {
   return has_window() ? cached.num_unread() : (held.total - held.locked) * num_columns;
 }
 
-Manager::Manager(std::vector<GroupSpec> specs, int64_t num_rows, int64_t max_tokens, int64_t watermark)
+Manager::Manager(std::vector<GroupSpec> specs, StateSpec states, int64_t resume_step, int64_t num_rows,
+                 int64_t max_tokens, int64_t watermark)
     : num_rows_(num_rows),
       max_tokens_(max_tokens),
       watermark_(watermark),
-      math_(common_step(specs)),
+      states_(states),
+      math_(require_step(specs, resume_step)),
       table_(tables_of(specs, math_.size(), max_tokens), num_rows),
-      tree_(math_.size(), tree_windows(specs, math_.size()), false, 0),
+      tree_(math_.size(), tree_windows(specs, math_.size()), states.has_states, 0),
       row_ids_(num_rows, 1, "rows"),
+      checkpoint_ids_(states.num_checkpoints, 1, "checkpoints"),
+      order_(states.num_checkpoints),
       rows_(static_cast<size_t>(num_rows + 1)),
       requests_(static_cast<size_t>(num_rows + 1)),
       firsts_(static_cast<size_t>(num_rows + 1) * specs.size()),
@@ -100,6 +104,10 @@ Manager::Manager(std::vector<GroupSpec> specs, int64_t num_rows, int64_t max_tok
       num_ids.push_back(groups_[g].has_window() ? groups_[g].spec.num_pages : 0);
     }
     tree_.follow(std::move(set_of), num_ids);
+  }
+  if (states_.has_states) {
+    tree_.follow_states(states_.num_checkpoints);
+    state_source_of_.resize(static_cast<size_t>(num_rows + 1));
   }
   // Without this, a step occasionally waits milliseconds while arrays move.
   constexpr int64_t kMost = int64_t{1} << 26;

@@ -15,6 +15,12 @@
 // one. But if the next delta already names the row or its pages, because it was admitted, forked or given pages since,
 // the row is `touched` and waits for the fence of the step being prepared.
 //
+// With states, row r has running state r, and a hit ends at a checkpoint. A save copies the state of a row that ends a
+// step at a planned length; it is in the next delta, before anything can change that state. Only deltas read and write
+// checkpoints, in their order, and ids of checkpoints are given out only by `plan`, after it has written its delta. So
+// an id can be reused as soon as it is given up, and no delta saves over what it restores. The checkpoint belongs to
+// the row until its tokens are committed, then to the tree; `order_` says which one the tree gives up.
+//
 // Every call first checks whether all of it can be done, for all groups and rows, and then does it. The result of the
 // check is a value (`Needs`, `Admission`, `DeltaLayout`) that it passes on.
 #pragma once
@@ -22,10 +28,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "core/checkpoint_order.hpp"
 #include "core/delta.hpp"
 #include "core/fence_queue.hpp"
 #include "core/free_list.hpp"
@@ -45,6 +53,13 @@ struct GroupSpec {
   int64_t num_pages;
 };
 
+// The states of a layout.
+struct StateSpec {
+  bool has_states;
+  int64_t num_checkpoints;
+  int64_t interval;  // tokens between the saves of a prefill
+};
+
 // A number of tokens for each row of a call: one for all rows, or one per row.
 struct PerRow {
   Ids each;     // used if `is_each`
@@ -55,7 +70,9 @@ struct PerRow {
 
 class Manager {
  public:
-  Manager(std::vector<GroupSpec> groups, int64_t num_rows, int64_t max_tokens, int64_t watermark);
+  // resume_step: a common multiple of the groups' page sizes, at which requests resume.
+  Manager(std::vector<GroupSpec> groups, StateSpec states, int64_t resume_step, int64_t num_rows, int64_t max_tokens,
+          int64_t watermark);
 
   struct Group {
     Group(GroupSpec spec, int number, int32_t* table, int64_t num_rows, int64_t max_tokens, int first_column,
@@ -95,6 +112,7 @@ class Manager {
   };
   struct Admitted {
     int64_t row, hit, reserved;
+    std::vector<int32_t> cuts;  // where the prefill should end a step, ascending
   };
   struct Pending {
     int64_t row, length;  // row 0 if there is none
@@ -109,6 +127,11 @@ class Manager {
   struct Stats {
     int64_t rows, waiting_rows, admitted, tokens, hits, evicted;
   };
+  // Checkpoints by state, which add up to all, and what has happened to them.
+  struct Checkpoints {
+    int64_t free, cached, running;
+    int64_t saved, resumed, evicted;
+  };
 
   int64_t num_rows() const { return num_rows_; }
   int64_t max_tokens() const { return max_tokens_; }
@@ -116,6 +139,8 @@ class Manager {
   int64_t resume_step() const { return math_.size(); }
   int64_t num_groups() const { return static_cast<int64_t>(groups_.size()); }
   const Group& group(int64_t g) const { return groups_[static_cast<size_t>(g)]; }
+  bool has_states() const { return states_.has_states; }
+  int64_t num_checkpoints() const { return states_.num_checkpoints; }
   const PageTable& table() const { return table_; }
   PrefixTree& tree() { return tree_; }
   const PrefixTree& tree() const { return tree_; }
@@ -149,6 +174,7 @@ class Manager {
   int64_t first_page(int64_t row, int64_t g) const;  // that is not given up
   int64_t end_page(int64_t row, int64_t g) const;
   Stats stats() const;
+  Checkpoints checkpoints() const;
   Pages pages(const Group& group) const;
   // Throws BadArgument while a planned step has not passed its fence.
   void reset();
@@ -161,9 +187,39 @@ class Manager {
     int32_t computed = 0;
     int32_t committed = 0;
     int32_t stored = 0;  // tokens the tree has, leased
+    // With states: the least length at which a save may be due, and that of a save whose tokens are not yet committed.
+    int32_t next_save = kNever;
+    int32_t next_kept = kNever;
     bool is_running = false;
     bool is_stored = true;  // what it commits goes into the tree
     int64_t seen = 0;       // the last call that named it
+  };
+  static constexpr int32_t kNever = std::numeric_limits<int32_t>::max();
+  // A length at which a prefill should end a step, so that its state can be saved.
+  struct Cut {
+    int32_t length;
+    CheckpointKind kind;
+  };
+  // A checkpoint of a row that is not in the tree. A rolling one stays with the row until it ends or passes the next.
+  struct Save {
+    int32_t length, id;
+    CheckpointKind kind;
+    bool is_rolling;
+  };
+  // Rows, lengths and checkpoints of the next delta's saves or restores.
+  struct Moves {
+    std::vector<int32_t> rows, lengths, ids;
+    void grow(size_t n) {
+      for (auto* each : {&rows, &lengths, &ids}) Manager::grow(*each, rows.size() + n);
+    }
+    void add(int64_t row, int64_t length, int32_t id) {
+      rows.push_back(static_cast<int32_t>(row));
+      lengths.push_back(static_cast<int32_t>(length));
+      ids.push_back(id);
+    }
+    void clear() {
+      for (auto* each : {&rows, &lengths, &ids}) each->clear();
+    }
   };
   struct Copy {
     int group;
@@ -176,6 +232,11 @@ class Manager {
     std::vector<KeyRange> ranges;
     std::vector<Copy> copies;                        // pages of its own copied from another row
     int64_t first_duplicate = 0, end_duplicate = 0;  // tree pages among which it has duplicates
+    // With states:
+    std::vector<Cut> cuts;  // still to come, the next one last
+    std::vector<Save> saves;
+    int64_t first_rolling = 0;  // from this length on it decodes: the last whole page is saved again and again
+    bool is_continued = false;  // it continues the tail of another path
   };
   // What a call needs of one group: pages to allocate, and evictable pages that it locks.
   struct Need {
@@ -188,6 +249,7 @@ class Manager {
     Match match;
     int64_t target = 0;  // tokens that get slots
     Needs needs;
+    std::vector<Cut> cuts;  // the last one first
   };
 
   // ── arguments
@@ -250,6 +312,36 @@ class Manager {
   void abandon(int32_t number, size_t num_writes);
   void inherit(Group& group, size_t g, int64_t parent, int64_t child);
 
+  // ── states (manager_states.cpp)
+  // Where a prompt should be saved while it is computed, the last length first.
+  std::vector<Cut> plan_cuts(const Prompt& prompt, const Match& match) const;
+  // Gives a new row its state, and records how far its pages matched. Memory has been reserved.
+  void start_state(int64_t number, const Match& match, int64_t num_tokens, std::vector<Cut>&& cuts);
+  void start_fork_state(int64_t parent, int64_t child);
+  // Allocates for the saves of the rows that a step computes.
+  void grow_saves(Ids rows, const PerRow& counts);
+  // Plans the save of a row that has just been planned up to a length where one may be due.
+  void plan_save(int64_t number);
+  int32_t take_checkpoint(Request& request, const Save& wanted);
+  void give_up_checkpoint(int32_t id);
+  void free_checkpoint(int32_t id) { checkpoint_ids_.free({&id, 1}, std::nullopt); }
+  // Gives the tree the saves whose tokens are committed.
+  void keep_saves(int64_t number);
+  void keep(int64_t number, const Save& save);
+  // The row ends: the tree gets its last rolling save.
+  void end_saves(int64_t number);
+  // The row's saves are of no use any more.
+  void forget_saves(int64_t number);
+  // The length of the last planned save of a row that is at most `length`; 0 if there is none.
+  int64_t last_planned(int64_t number, int64_t length) const;
+  // Frees checkpoints that went with pages of the tree, and those that can no longer be found.
+  void free_states();
+  void give_up_lost();
+  int64_t gap(int32_t id) const { return tree_.checkpoint_length(id) - tree_.checkpoint_before(id).length; }
+  void set_next_save(int64_t number, int64_t above);
+  void require_settled(int64_t number, const char* what) const;
+  void check_states() const;
+
   // ── growth (manager_grow.cpp)
   // Allocates pages [end, to) of a row and writes them into a group's table.
   void add_pages(Group& group, size_t g, int64_t number, int64_t to);
@@ -308,11 +400,14 @@ class Manager {
   [[noreturn]] void broken(const std::string& what) const;
 
   int64_t num_rows_, max_tokens_, watermark_;
+  StateSpec states_;
   PageMath math_;             // of the tree
   std::deque<Group> groups_;  // free-lists cannot move
   PageTable table_;
   PrefixTree tree_;
   FreeList row_ids_;
+  FreeList checkpoint_ids_;
+  CheckpointOrder order_;
   std::vector<Row> rows_;               // [num_rows + 1]
   std::vector<Request> requests_;       // [num_rows + 1]
   std::vector<int32_t> firsts_, ends_;  // [num_rows + 1, groups]
@@ -325,15 +420,22 @@ class Manager {
   bool has_windows_ = false;
   int64_t num_duplicating_ = 0;             // rows that have duplicates
   std::vector<int32_t> places_, page_ids_;  // table writes of the step
+  Moves saves_, restores_;                  // of the step's states
+  std::vector<int32_t> resets_;
+  std::vector<int32_t> state_sources_, state_targets_;
+  std::vector<int32_t> state_source_of_;  // [num_rows + 1]: source of each copy, by target row; 0 if not a target
   // Scratch of one call, kept for its memory.
-  std::vector<int32_t> growing_;               // rows that need pages
-  std::vector<int32_t> filling_;               // rows that fill a page of the tree
-  std::vector<int32_t> joined_;                // a tail and the tokens after it
-  std::vector<int32_t> ended_[2];              // rows to release; [1] touched ones
+  std::vector<int32_t> growing_;   // rows that need pages
+  std::vector<int32_t> filling_;   // rows that fill a page of the tree
+  std::vector<int32_t> joined_;    // a tail and the tokens after it
+  std::vector<int32_t> ended_[2];  // rows to release; [1] touched ones
+  std::vector<int32_t> due_;       // rows that may have to be saved
+  std::vector<int32_t> freed_states_;
   std::vector<std::vector<int32_t>> columns_;  // page ids of an insert or an eviction
   std::vector<Ids> column_ids_;
   PrefixTree::Removal removal_;
   int64_t admitted_ = 0, tokens_ = 0, hits_ = 0, evicted_ = 0;
+  int64_t saved_ = 0, resumed_ = 0, evicted_states_ = 0;
 };
 
 }  // namespace pagoda

@@ -55,6 +55,7 @@ Manager::Admission Manager::find_hit(const Prompt& prompt) {
     const int64_t read = hit - live_from(group, match.length);
     need.locked = need.pages + watermark_ + read <= available(group, need) ? read : count_unread(group, match);
   }
+  if (states_.has_states && prompt.store) plan.cuts = plan_cuts(prompt, match);
   return plan;
 }
 
@@ -76,7 +77,7 @@ bool Manager::can_admit(const Prompt& prompt) {
 }
 
 Manager::Admitted Manager::admit(const Prompt& prompt) {
-  const Admission plan = find_hit(prompt);
+  Admission plan = find_hit(prompt);
   require_row_ids(1);
   require_room(plan.needs, watermark_);
 
@@ -90,6 +91,13 @@ Manager::Admitted Manager::admit(const Prompt& prompt) {
   int64_t writes = 0;
   for (const Group& group : groups_) writes += group.math.pages_for(plan.target);
   grow_writes(writes);
+  std::vector<int32_t> cuts;
+  if (states_.has_states) {
+    cuts.reserve(plan.cuts.size());
+    for (auto cut = plan.cuts.rbegin(); cut != plan.cuts.rend(); ++cut) cuts.push_back(cut->length);
+    restores_.grow(1);
+    grow(resets_, resets_.size() + 1);
+  }
   const int64_t hit = plan.match.length;
   grow_columns(math_.page(hit));
   const LeaseId lease = tree_.lock_fresh(plan.match);
@@ -113,15 +121,16 @@ Manager::Admitted Manager::admit(const Prompt& prompt) {
   for (size_t g = 0; g < groups_.size(); ++g) {
     add_pages(groups_[g], g, number, groups_[g].math.pages_for(plan.target));
   }
+  if (states_.has_states) start_state(number, plan.match, sequence.tokens.size, std::move(plan.cuts));
   ++admitted_;
   tokens_ += sequence.tokens.size;
   hits_ += hit;
-  return {number, hit, plan.target};
+  return {number, hit, plan.target, std::move(cuts)};
 }
 
 void Manager::start(int64_t number, LeaseId lease, int64_t length, int64_t reserved) {
   const int32_t known = static_cast<int32_t>(length);
-  row(number) = {static_cast<int32_t>(reserved), known, known, known, true, true, 0};
+  row(number) = {static_cast<int32_t>(reserved), known, known, known, kNever, kNever, true, true, 0};
   request(number).lease = lease;
   touched_[static_cast<size_t>(number)] = step_;
 }
@@ -184,7 +193,8 @@ Manager::Pending Manager::pending(const Sequence& sequence) const {
     const int64_t most = std::min({n - 1, int64_t{row.reserved}, static_cast<int64_t>(prompt.size()), keys});
     if (most <= best.length || most <= row.committed) continue;
     const auto end = std::mismatch(prompt.begin(), prompt.begin() + most, sequence.tokens.data).first;
-    const int64_t same = math_.first_slot(math_.page(end - prompt.begin()));
+    int64_t same = math_.first_slot(math_.page(end - prompt.begin()));
+    if (states_.has_states) same = last_planned(number, same);
     // Its committed tokens can be found already, or cannot be resumed from any more.
     if (same > best.length && same > row.committed) best = {number, same};
   }
@@ -198,6 +208,7 @@ void Manager::fork(int64_t number, int64_t n, int32_t* rows_out) {
                       " cannot be forked, because its tokens are not cached: it was admitted with store=False, its "
                       "namespace was dropped, or it reads invalidated pages");
   }
+  if (states_.has_states) require_settled(number, "fork");
   require_row_ids(n);
   Needs needs(groups_.size());
   int64_t writes = 0;
@@ -230,6 +241,10 @@ void Manager::fork(int64_t number, int64_t n, int32_t* rows_out) {
     request.space = origin.space;
     request.ranges = origin.ranges;
   }
+  if (states_.has_states) {
+    grow(state_sources_, state_sources_.size() + static_cast<size_t>(n));
+    grow(state_targets_, state_targets_.size() + static_cast<size_t>(n));
+  }
   tree_.reserve_leases(n);
   make_room(needs);
   row_ids_.alloc(n, rows_out);
@@ -241,6 +256,7 @@ void Manager::fork(int64_t number, int64_t n, int32_t* rows_out) {
     row(child).committed = row(child).computed = parent.committed;
     std::copy_n(tail(number), parent.committed - parent.stored, tail(child));
     for (size_t g = 0; g < groups_.size(); ++g) inherit(groups_[g], g, number, child);
+    if (states_.has_states) start_fork_state(number, child);
   }
 }
 

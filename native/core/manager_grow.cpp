@@ -34,7 +34,7 @@ void Manager::reserve(Ids rows, const PerRow& counts) {
                         " tokens, more than max_tokens = " + text(max_tokens_));
     }
     bool is_growing = false;
-    const int32_t* ends = &end(rows[i], 0);
+    const int32_t* ends = ends_.data() + rows[i] * groups_.size();
     for (size_t g = 0; g < groups_.size(); ++g) {
       const int64_t more = groups_[g].math.pages_for(to) - *ends++;
       if (more <= 0) continue;
@@ -83,6 +83,7 @@ void Manager::rollback(Ids rows, const PerRow& counts) {
   require_counts(rows, counts, "n");
   for (int64_t i = 0; i < rows.size; ++i) {
     const Row& row = this->row(rows[i]);
+    if (states_.has_states && counts[i] > 0) require_settled(rows[i], "roll back");
     if (counts[i] > row.reserved - row.committed) {
       throw BadArgument("row " + text(rows[i]) + " has " + text(row.reserved - row.committed) +
                         " tokens reserved and not committed: cannot roll back " + text(counts[i]));
@@ -128,6 +129,7 @@ void Manager::commit(Ids rows, Ids tokens, const PerRow& counts) {
         store_all(rows[i], next, waiting, n);
       }
       row.committed += static_cast<int32_t>(n);
+      if (row.committed >= row.next_kept) keep_saves(rows[i]);
       if (has_windows_ && all >= math_.size()) give_up(rows[i]);
       next += n;
     }

@@ -104,8 +104,10 @@ void Manager::carry_out_removal() {
     columns_[c].resize(static_cast<size_t>(removal_.columns()[c]));
     out.push_back(columns_[c].data());
   }
-  tree_.carry_out(removal_, out, nullptr);
+  freed_states_.resize(static_cast<size_t>(removal_.states()));
+  tree_.carry_out(removal_, out, freed_states_.data());
   free_columns();
+  free_states();
 }
 
 // Frees pages that the tree gave up. They have no readers.
@@ -150,8 +152,9 @@ int64_t Manager::invalidate(int64_t g, Ids page_ids, int32_t* rows_out) {
       was_discarded[static_cast<size_t>(number)] = tree_.is_discarded(request(number).lease);
     }
   }
-  tree_.discard(group.first_column, group.num_columns, bad, columns_);
+  tree_.discard(group.first_column, group.num_columns, bad, columns_, freed_states_);
   free_columns();
+  free_states();
   int64_t n = 0;
   for (int64_t number = 1; number <= num_rows_; ++number) {
     Row& row = this->row(number);
@@ -169,6 +172,7 @@ int64_t Manager::invalidate(int64_t g, Ids page_ids, int32_t* rows_out) {
     if (!reads && !has_copied && !follows) continue;
     rows_out[n++] = static_cast<int32_t>(number);
     row.is_stored = false;
+    if (states_.has_states) forget_saves(number);
     forget_duplicates(number);
     for (size_t each = 0; each < groups_.size(); ++each) {  // its duplicates no longer replace evicted pages
       for (int64_t p = first(number, each); groups_[each].has_window() && p < end(number, each); ++p) {
@@ -177,6 +181,7 @@ int64_t Manager::invalidate(int64_t g, Ids page_ids, int32_t* rows_out) {
     }
   }
   put_lost_first();
+  give_up_lost();
   return n;
 }
 
@@ -184,9 +189,12 @@ void Manager::drop(std::string_view space) {
   tree_.plan_drop(space, removal_);
   carry_out_removal();
   for (int64_t number = 1; number <= num_rows_; ++number) {
-    if (request(number).space == space) row(number).is_stored = false;
+    if (!row(number).is_running || request(number).space != space) continue;
+    row(number).is_stored = false;
+    if (states_.has_states) forget_saves(number);
   }
   put_lost_first();
+  give_up_lost();
 }
 
 void Manager::put_lost_first() {

@@ -18,12 +18,25 @@ DeltaLayout Manager::lay_out(Ids rows, const PerRow& counts) {
                         " tokens reserved and not computed: cannot plan " + text(counts[i]) + "; reserve them first");
     }
   }
+  if (states_.has_states) grow_saves(rows, counts);
   DeltaLayout layout(num_groups());
   const int64_t num_writes = static_cast<int64_t>(places_.size());
   layout.add(Section::kRows, 0, rows.size);
   layout.add(Section::kLengths, 0, rows.size);
   layout.add(Section::kCounts, 0, rows.size);
   layout.add(Section::kStarts, 0, rows.size > 0 ? rows.size + 1 : 0);
+  if (states_.has_states) {
+    const auto size = [](const std::vector<int32_t>& ids) { return static_cast<int64_t>(ids.size()); };
+    for (const Section kind : {Section::kSaveRows, Section::kSaveLengths, Section::kSaveIds}) {
+      layout.add(kind, 0, size(saves_.rows));
+    }
+    for (const Section kind : {Section::kRestoreRows, Section::kRestoreLengths, Section::kRestoreIds}) {
+      layout.add(kind, 0, size(restores_.rows));
+    }
+    layout.add(Section::kResetRows, 0, size(resets_));
+    layout.add(Section::kStateSources, 0, size(state_sources_));
+    layout.add(Section::kStateTargets, 0, size(state_targets_));
+  }
   layout.add(Section::kPlaces, 0, num_writes);
   layout.add(Section::kPageIds, 0, num_writes);
   for (const Group& group : groups_) {
@@ -36,8 +49,9 @@ DeltaLayout Manager::lay_out(Ids rows, const PerRow& counts) {
 void Manager::plan(Ids rows, const PerRow& counts, const DeltaLayout& layout, int32_t* out) {
   int32_t* lengths = nullptr;
   int32_t* computed = nullptr;  // counts of the rows
+  due_.clear();
   layout.write(step_, out, [&](Section kind, int64_t g, int32_t* at) {
-    const Group& group = groups_[static_cast<size_t>(g)];
+    const auto write = [&](const std::vector<int32_t>& ids) { std::copy(ids.begin(), ids.end(), at); };
     switch (kind) {
       case Section::kRows:
         std::copy_n(rows.data, rows.size, at);
@@ -52,31 +66,67 @@ void Manager::plan(Ids rows, const PerRow& counts, const DeltaLayout& layout, in
         at[0] = 0;
         for (int64_t i = 0; i < rows.size; ++i) {
           const int32_t n = computed[i] = static_cast<int32_t>(counts[i]);
-          lengths[i] = row(rows[i]).computed += n;
+          Row& row = this->row(rows[i]);
+          lengths[i] = row.computed += n;
+          if (row.computed >= row.next_save) due_.push_back(rows[i]);
           at[i + 1] = at[i] + n;
         }
         break;
+      case Section::kSaveRows:
+        write(saves_.rows);
+        break;
+      case Section::kSaveLengths:
+        write(saves_.lengths);
+        break;
+      case Section::kSaveIds:
+        write(saves_.ids);
+        break;
+      case Section::kRestoreRows:
+        write(restores_.rows);
+        break;
+      case Section::kRestoreLengths:
+        write(restores_.lengths);
+        break;
+      case Section::kRestoreIds:
+        write(restores_.ids);
+        break;
+      case Section::kResetRows:
+        write(resets_);
+        break;
+      case Section::kStateSources:
+        write(state_sources_);
+        break;
+      case Section::kStateTargets:
+        write(state_targets_);
+        break;
       case Section::kPlaces:
-        std::copy(places_.begin(), places_.end(), at);
+        write(places_);
         break;
       case Section::kPageIds:
-        std::copy(page_ids_.begin(), page_ids_.end(), at);
+        write(page_ids_);
         break;
       case Section::kSources:
-        std::copy(group.sources.begin(), group.sources.end(), at);
+        write(groups_[static_cast<size_t>(g)].sources);
         break;
       case Section::kTargets:
-        std::copy(group.targets.begin(), group.targets.end(), at);
+        write(groups_[static_cast<size_t>(g)].targets);
         break;
     }
   });
   clear_delta();
   ++step_;
+  for (const int32_t number : due_) plan_save(number);
 }
 
 void Manager::clear_delta() {
   places_.clear();
   page_ids_.clear();
+  saves_.clear();
+  restores_.clear();
+  resets_.clear();
+  for (const int32_t target : state_targets_) state_source_of_[static_cast<size_t>(target)] = 0;
+  state_sources_.clear();
+  state_targets_.clear();
   for (Group& group : groups_) {
     for (const int32_t target : group.targets) group.source_of[target] = 0;
     group.sources.clear();
@@ -157,6 +207,7 @@ void Manager::release(Ids rows) {
   }
   for (int64_t i = 0; i < rows.size; ++i) {
     const bool is_touched = this->is_touched(rows[i]);
+    if (states_.has_states) end_saves(rows[i]);
     for (size_t g = 0; g < groups_.size(); ++g) {
       Group& group = groups_[g];
       if (!group.has_window()) continue;

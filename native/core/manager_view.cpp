@@ -53,6 +53,8 @@ void Manager::reset() {
   }
   tree_.reset();
   row_ids_.reset();
+  checkpoint_ids_.reset();
+  order_.reset();
   waiting_.clear();
   clear_delta();
   std::fill(touched_.begin(), touched_.end(), 0);
@@ -67,6 +69,7 @@ void Manager::reset() {
   step_ = 1;
   passed_ = 0;
   admitted_ = tokens_ = hits_ = evicted_ = 0;
+  saved_ = resumed_ = evicted_states_ = 0;
 }
 
 void Manager::broken(const std::string& what) const { throw BrokenInvariant{17, what}; }
@@ -201,6 +204,7 @@ void Manager::check() const {
     }
     if (touched_[static_cast<size_t>(number)] > step_) broken(who + " was touched in a future step");
   }
+  check_states();
   waiting_.for_each([&](int64_t fence, const LeaseId&) {
     if (fence <= passed_ || fence > step_) broken("a lease waits for fence " + text(fence));
   });

@@ -38,6 +38,7 @@ void PrefixTree::expect(int64_t tokens) {
   for (auto& held : held_) held.reserve(nodes);
   children_.reserve(nodes / 8);  // reserving writes the table; from an eighth it grows three times
   runs_.expect(tokens);
+  if (has_states_) checkpoints_.reserve(static_cast<size_t>(nodes));
   if (!set_of_.empty()) owners_.reserve(tokens / (runs_.pages_per_chunk() * math_.size()));
 }
 
@@ -229,6 +230,7 @@ int32_t PrefixTree::split(int32_t node, int64_t depth) {
     auto& all = checkpoints_[static_cast<size_t>(node)];
     all.erase(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(num_above));
     checkpoints_[static_cast<size_t>(upper)].swap(above);
+    if (follows_states_) note_checkpoints(checkpoints_[static_cast<size_t>(upper)], upper);
   }
   for (int c = 0; c < num_columns(); ++c) {
     if (!is_window(c)) continue;
@@ -308,6 +310,7 @@ void PrefixTree::join(int32_t upper, int32_t lower) {
   if (has_states_) {
     auto& all = checkpoints_[static_cast<size_t>(lower)];
     auto& above = checkpoints_[static_cast<size_t>(upper)];
+    if (follows_states_) note_checkpoints(above, lower);
     above.insert(above.end(), all.begin(), all.end());
     all.swap(above);
     above.clear();
@@ -317,7 +320,7 @@ void PrefixTree::join(int32_t upper, int32_t lower) {
   free_node(upper);
 }
 
-// ── where pages are ─────────────────────────────────────────────────────────────────────────────────
+// ── where pages and checkpoints are ─────────────────────────────────────────────────────────────────────────────────
 
 void PrefixTree::follow(std::vector<int> set_of, const std::vector<int64_t>& num_ids) {
   for (int64_t n : num_ids) places_.emplace_back(n + 1);
@@ -350,6 +353,63 @@ void PrefixTree::note_places(int32_t node, int64_t begin, int64_t end) {
       }
     }
   });
+}
+
+void PrefixTree::follow_states(int64_t num_states) {
+  spots_ = LazyArray<Spot>(num_states + 1);
+  follows_states_ = true;
+}
+
+TreeEvent PrefixTree::checkpoint_event(EventKind kind, int32_t node, Checkpoint checkpoint) const {
+  TreeEvent event{kind, true, space_of(node), checkpoint.length, key_at(node, checkpoint.length)};
+  event.columns.resize(windows_.size());
+  event.states.push_back(checkpoint);
+  return event;
+}
+
+bool PrefixTree::add_checkpoint(LeaseId lease, Checkpoint checkpoint) {
+  const int32_t node = climb({require(lease).node, checkpoint.length}).node;
+  if (is_lost(node)) return false;
+  auto& all = checkpoints_[static_cast<size_t>(node)];
+  const auto at = std::lower_bound(all.begin(), all.end(), checkpoint.length,
+                                   [](const Checkpoint& each, int32_t length) { return each.length < length; });
+  if (at != all.end() && at->length == checkpoint.length) return false;
+  std::vector<TreeEvent> news;
+  if (is_listened_) {
+    news.push_back(checkpoint_event(EventKind::kStored, node, checkpoint));
+    events_.reserve(events_.size() + 1);
+  }
+  all.insert(at, checkpoint);
+  spots_[checkpoint.state_id] = {node, checkpoint.length};
+  ++states_.total;
+  if (nodes_[node].locks > 0) ++states_.locked;
+  tell(news);
+  return true;
+}
+
+void PrefixTree::remove_checkpoint(int32_t state_id) {
+  const auto [node, length] = spots_[state_id];
+  if (is_listened_ && !is_lost(node)) {
+    events_.push_back(checkpoint_event(EventKind::kRemoved, node, {length, state_id}));
+  }
+  auto& all = checkpoints_[static_cast<size_t>(node)];
+  all.erase(std::find_if(all.begin(), all.end(), [&](const Checkpoint& each) { return each.state_id == state_id; }));
+  spots_[state_id] = {};
+  --states_.total;
+  if (nodes_[node].locks > 0) --states_.locked;
+  if (!has_full_) prune(node);
+}
+
+Checkpoint PrefixTree::checkpoint_before(int32_t state_id) const {
+  const auto [own, length] = spots_[state_id];
+  int64_t before = length - 1;
+  for (int32_t node = own; !nodes_[node].is_root(); node = nodes_[node].parent) {
+    const auto& all = checkpoints_[static_cast<size_t>(node)];
+    const auto after = std::upper_bound(all.begin(), all.end(), before,
+                                        [](int64_t at, const Checkpoint& each) { return at < each.length; });
+    if (after != all.begin()) return *std::prev(after);
+  }
+  return {0, -1};
 }
 
 PrefixTree::Hole PrefixTree::find_page(int set, int32_t id) const {
@@ -390,6 +450,7 @@ void PrefixTree::prune(int32_t node) {
     for (int c = 0; c < num_columns(); ++c) {
       if (held(c, node) > 0) return;
     }
+    if (has_states_ && !checkpoints_[static_cast<size_t>(node)].empty()) return;
     const int32_t parent = nodes_[node].parent;
     const bool is_last = nodes_[parent].is_root();  // an empty root is removed as well
     if (is_listened_ && !is_lost(node)) {

@@ -72,8 +72,9 @@ struct Match {
   int64_t length = 0;
   int64_t found = 0;
   int32_t state_id = -1;
-  int64_t made = 0;   // the next free family at the time of the match
-  int32_t root = -1;  // -1 if the namespace did not exist
+  bool goes_on = false;  // with states: the tree has pages after `found`
+  int64_t made = 0;      // the next free family at the time of the match
+  int32_t root = -1;     // -1 if the namespace did not exist
   int64_t root_number = 0;
   Path path;  // down to `length`
 };
@@ -209,6 +210,22 @@ class PrefixTree {
   // From now on the tree knows where each page of the window columns is. set_of[c] is the id space of column c, -1 if
   // it is not followed; num_ids[s] is the number of ids of space s. The tree must be empty.
   void follow(std::vector<int> set_of, const std::vector<int64_t>& num_ids);
+  // From now on the tree knows where each of checkpoints 1 ... num_states is. Its caller adds and removes them one by
+  // one; the tree stores all pages it is given, also those after the last checkpoint of a path, and a lease covers all
+  // that its insert stored. The tree must be empty.
+  void follow_states(int64_t num_states);
+  // Adds a checkpoint on the path of a lease, at a length of whole pages that the lease covers. Returns false if there
+  // is one already, or if the path cannot be found any more. May throw bad_alloc before it changes anything.
+  bool add_checkpoint(LeaseId lease, Checkpoint checkpoint);
+  // Removes a followed checkpoint. Its pages stay. May throw bad_alloc before it changes anything if there are
+  // listeners.
+  void remove_checkpoint(int32_t state_id);
+  // Whether a followed checkpoint is in the tree, whether it can be found, where it is, and the one before it on its
+  // path (state_id -1 and length 0 if there is none).
+  bool has_checkpoint(int32_t state_id) const { return spots_[state_id].length > 0; }
+  bool is_lost_checkpoint(int32_t state_id) const { return is_lost(spots_[state_id].node); }
+  int64_t checkpoint_length(int32_t state_id) const { return spots_[state_id].length; }
+  Checkpoint checkpoint_before(int32_t state_id) const;
   // Turns a followed page into a hole, even if it is protected. O(1).
   void punch_page(int set, int32_t id);
   // Gives a followed page another id, which is not in the tree, even if it is protected. O(1).
@@ -223,7 +240,9 @@ class PrefixTree {
 
   // Forgets pages whose contents are bad, in columns [first, first + count), and everything that continues them.
   // Unprotected pages are freed, by column; the others cannot be found any more and are the coldest once released.
-  void discard(int first, int count, const BitSet& bad, std::vector<std::vector<int32_t>>& freed);
+  // `states` gets the checkpoints that went with them.
+  void discard(int first, int count, const BitSet& bad, std::vector<std::vector<int32_t>>& freed,
+               std::vector<int32_t>& states);
   // Whether the tree has nodes that cannot be found any more: lost, or of a dropped namespace.
   bool has_lost() const { return num_lost_ > 0 || names_.size() > roots_.size(); }
   bool is_lost(LeaseId lease) const;
@@ -294,6 +313,8 @@ class PrefixTree {
   };
   struct Insertion;  // an insert in progress
 
+  // Whether the caller decides what is protected, and when checkpoints go.
+  bool is_followed() const { return !set_of_.empty() || follows_states_; }
   bool is_window(int column) const { return windows_[static_cast<size_t>(column)] > 0; }
   const Lease& require(LeaseId lease) const;
   void require_tokens(Ids tokens, int64_t from) const;
@@ -380,6 +401,11 @@ class PrefixTree {
   // Records an event of a finished call. Memory has been reserved.
   void tell(std::vector<TreeEvent>& news);
   int32_t last_checkpoint(int32_t node, int64_t length) const;  // relative to the node's begin; 0 if none
+  // Notes that these checkpoints are in a node.
+  void note_checkpoints(const std::vector<Checkpoint>& checkpoints, int32_t node) {
+    for (const Checkpoint& each : checkpoints) spots_[each.state_id].node = node;
+  }
+  TreeEvent checkpoint_event(EventKind kind, int32_t node, Checkpoint checkpoint) const;
   // The event for all columns of tokens [begin, end) of a node and the checkpoints among them.
   TreeEvent event(EventKind kind, int32_t node, int64_t begin, int64_t end) const;
   // The event for one page of a column at a place of a node's run. O(1), however long the run.
@@ -424,6 +450,13 @@ class PrefixTree {
   GrowArray<Owner> owners_;
   bool has_full_ = false;                             // whether some column has no window
   std::vector<std::vector<Checkpoint>> checkpoints_;  // with states: by node, ascending
+  // Where each followed checkpoint is; length 0 if it is not in the tree.
+  struct Spot {
+    int32_t node;
+    int32_t length;
+  };
+  bool follows_states_ = false;
+  LazyArray<Spot> spots_;  // [num_states + 1]
   std::map<std::string, int32_t, std::less<>> roots_;
   std::unordered_map<int32_t, std::string> names_;  // of all roots, dropped ones included
   int32_t default_root_ = -1;                       // of the namespace ""

@@ -124,6 +124,8 @@ void PrefixTree::match(const Sequence& sequence, Match& match, int32_t* ids) con
   require_tokens(sequence.tokens, found.depth);  // those before it equal stored tokens
   match.found = match.length = found.depth;
   if (is_plain()) return;
+  const Node& last = nodes_[found.node];
+  match.goes_on = found.depth < last.end() || last.first_child >= 0;
   const Place place = usable(found);
   match.length = place.depth;
   while (match.path.size() > 0 && nodes_[match.path.back().node].begin >= place.depth) match.path.pop();

@@ -70,10 +70,7 @@ __attribute__((noinline)) void PrefixTree::write_news(Insertion& job) const {
   // First the checkpoints on pages that were cached, one event each; then the new run with its own.
   auto checkpoint = job.taken.begin();
   for (; checkpoint != job.taken.end() && checkpoint->length <= job.present; ++checkpoint) {
-    TreeEvent told{EventKind::kStored, true, space, checkpoint->length, key_at(job.at.node, checkpoint->length)};
-    told.columns.resize(windows_.size());
-    told.states.push_back(*checkpoint);
-    job.news.push_back(std::move(told));
+    job.news.push_back(checkpoint_event(EventKind::kStored, job.at.node, *checkpoint));
   }
   if (job.added() == 0) return;
   TreeEvent told{EventKind::kStored, false, space, job.present, before, job.keys};
@@ -153,8 +150,8 @@ void PrefixTree::add_checkpoints(const Insertion& job) {
 
 int64_t PrefixTree::settle(const Insertion& job) {
   if (job.at.node < 0) return 0;
-  // A tree that follows pages leaves the protection of windows to its caller: the lease covers all that is stored.
-  const Place last = set_of_.empty() ? usable(job.at) : job.at;
+  // A followed tree leaves protection to its caller: the lease covers all that is stored.
+  const Place last = is_followed() ? job.at : usable(job.at);
   if (job.lease != nullptr) {
     const int32_t node = end_at(last);
     if (node != job.lease->node) {
@@ -236,7 +233,8 @@ Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& co
   require_tokens(sequence.tokens, job.at.depth - base);  // those before it equal stored tokens
   job.present = job.at.depth;
   job.stored = end;
-  if (has_states_) job.stored = std::max<int64_t>(job.present, checkpoints.empty() ? 0 : checkpoints.back().length);
+  if (has_states_ && !is_followed())
+    job.stored = std::max<int64_t>(job.present, checkpoints.empty() ? 0 : checkpoints.back().length);
   if (has_windows_) find_holes(job);
   if (has_states_) find_checkpoints(job, checkpoints);
 

@@ -151,7 +151,7 @@ void PrefixTree::release(LeaseId id) {
   }
   if (is_root) return;
   rejoin(lease.node);
-  if (!set_of_.empty() && !has_full_) prune(lease.node);
+  if (is_followed() && !has_full_) prune(lease.node);
 }
 
 void PrefixTree::copy_pages(LeaseId lease, int column, int64_t first, int32_t* out) const {

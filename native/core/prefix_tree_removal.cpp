@@ -62,7 +62,7 @@ void PrefixTree::plan(int64_t target, Removal& plan, Counted counted, Keep keep)
     state(node).first = kept;
     if (kept > 0) continue;
     // A parent that becomes a leaf keeps only what ends at a checkpoint.
-    for (int32_t parent = nodes_[node].parent; has_states_; parent = nodes_[parent].parent) {
+    for (int32_t parent = nodes_[node].parent; has_states_ && !is_followed(); parent = nodes_[parent].parent) {
       if (nodes_[parent].is_root() || --state(parent).second > 0 || nodes_[parent].locks > 0) break;
       int32_t& left = state(parent).first;
       const int32_t last = last_checkpoint(parent, left);
@@ -81,7 +81,7 @@ void PrefixTree::plan_evict(int64_t n, int column, Removal& plan) const {
     require_evictable(pages, "evictable pages", this->pages(column), column);
   }
   begin(plan);
-  if (is_plain()) {
+  if (is_plain() || (is_followed() && !is_window(column))) {
     int64_t left = math_.first_slot(pages);
     for (int32_t node = order_.coldest(); left > 0;) {
       const Node& at = nodes_[node];
@@ -117,7 +117,7 @@ void PrefixTree::plan_evict(int64_t n, int column, Removal& plan) const {
       });
     }
     const int32_t kept = static_cast<int32_t>(math_.first_slot(page));
-    return has_states_ ? last_checkpoint(node, kept) : kept;
+    return has_states_ && !is_followed() ? last_checkpoint(node, kept) : kept;
   });
 }
 
@@ -162,6 +162,9 @@ void PrefixTree::apply(const Cut& cut) {
     const auto first =
         std::find_if(all.begin(), all.end(), [&](const Checkpoint& c) { return c.length > at.begin + cut.to; });
     states_.total -= all.end() - first;
+    if (follows_states_) {
+      for (auto each = first; each != all.end(); ++each) spots_[each->state_id] = {};
+    }
     all.erase(first, all.end());
   }
   runs_.trim(at.run, cut.to);
@@ -206,7 +209,8 @@ void PrefixTree::carry_out(Removal& plan, const std::vector<int32_t*>& columns, 
   if (!plan.news_.empty()) tell(plan.news_);
 }
 
-void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<std::vector<int32_t>>& freed) {
+void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<std::vector<int32_t>>& freed,
+                         std::vector<int32_t>& states) {
   struct Found {
     int32_t node;
     int64_t page;
@@ -259,7 +263,7 @@ void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<st
     freed[c].resize(static_cast<size_t>(plan.columns_[c]));
     columns.push_back(freed[c].data());
   }
-  std::vector<int32_t> states(static_cast<size_t>(plan.states_));
+  states.resize(static_cast<size_t>(plan.states_));
   std::vector<std::pair<int32_t, int64_t>> rests;  // (node, number): cut, or parent of a cut node
   rests.reserve(plan.cuts_.size());
   reserve(static_cast<int64_t>(tops.size()), static_cast<int64_t>(tops.size()));
@@ -280,7 +284,7 @@ void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<st
     if (!nodes_[rest].is_root()) rests.emplace_back(rest, nodes_[rest].number);
   }
   carry_out(plan, columns, states.data());
-  if (set_of_.empty() || has_full_) return;
+  if (!is_followed() || has_full_) return;
   for (const auto& [node, number] : rests) {
     if (nodes_[node].number == number) prune(node);
   }
@@ -413,6 +417,11 @@ void PrefixTree::reset() {
   order_.clear();
   extra_keys_.clear();
   for (auto& held : held_) held.clear();
+  for (const auto& all : checkpoints_) {
+    for (const Checkpoint& each : all) {
+      if (follows_states_) spots_[each.state_id] = {};
+    }
+  }
   checkpoints_.clear();
   roots_.clear();
   names_.clear();

@@ -251,8 +251,13 @@ void PrefixTree::check_node(int32_t index, std::vector<bool>& chunks) const {
     for (const Checkpoint& checkpoint : checkpoints_[static_cast<size_t>(index)]) {
       if (checkpoint.length <= before || checkpoint.length > node.end()) broken(15, index, "a checkpoint is misplaced");
       before = checkpoint.length;
+      if (!follows_states_) continue;
+      const auto [at, length] = spots_[checkpoint.state_id];
+      if (at != index || length != checkpoint.length) broken(15, index, "a checkpoint is noted to be elsewhere");
     }
-    if (node.first_child < 0 && before != node.end()) broken(15, index, "a leaf ends without a checkpoint");
+    if (!is_followed() && node.first_child < 0 && before != node.end()) {
+      broken(15, index, "a leaf ends without a checkpoint");
+    }
   }
 }
 

@@ -53,7 +53,7 @@ struct Request {
 
 class Fuzz {
  public:
-  explicit Fuzz(uint64_t seed) : random_(seed), manager_(specs(), kRows, kTokens, below(2)) {
+  explicit Fuzz(uint64_t seed) : random_(seed), manager_(specs(), states(), 4, kRows, kTokens, below(2)) {
     manager_.tree().listen(below(2) == 0);
   }
 
@@ -106,6 +106,11 @@ class Fuzz {
     }
   }
 
+  StateSpec states() {
+    const bool has_states = below(2) == 0;
+    return {has_states, has_states ? below(6) : 0, 4 * (1 + below(4))};
+  }
+
   // Words of the delta that a plan without rows would give.
   int64_t delta_size() const { return const_cast<Manager&>(manager_).lay_out({nullptr, 0}, kNone).size(); }
 
@@ -129,9 +134,12 @@ class Fuzz {
       all.insert(all.end(), {lengths.reserved, lengths.computed, lengths.committed, lengths.stored});
     }
     if (!is_whole) return all;
+    const Manager::Checkpoints checkpoints = manager_.checkpoints();
+    all.insert(all.end(), {checkpoints.free, checkpoints.cached, checkpoints.running});
     for (const NodeInfo& node : manager_.tree().nodes(1 << 20, 1 << 20, nullptr)) {
       all.insert(all.end(), {node.begin, node.end, node.leases, node.is_dropped});
       all.insert(all.end(), node.tokens.begin(), node.tokens.end());
+      for (const Checkpoint& each : node.checkpoints) all.insert(all.end(), {each.length, each.state_id});
       for (const auto& column : node.columns) all.insert(all.end(), column.begin(), column.end());
     }
     return all;
@@ -250,6 +258,7 @@ class Fuzz {
     Tokens rows, counts;
     for (const Request& request : running_) {
       const Manager::Lengths lengths = manager_.lengths(request.row);
+      if (manager_.has_states() && lengths.computed > lengths.committed) continue;
       rows.push_back(request.row);
       counts.push_back(static_cast<int32_t>(below(lengths.reserved - lengths.committed + 1)));
     }
@@ -265,7 +274,7 @@ class Fuzz {
     bool is_done = false;
     try {
       is_done = call("fork", true, [&] { manager_.fork(parent.row, n, rows); });
-    } catch (const BadArgument&) {  // it is not stored
+    } catch (const BadArgument&) {  // it is not stored, or its state has moved on
       g_left = -1;
     }
     const Tokens prompt = parent.prompt;

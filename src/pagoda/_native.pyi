@@ -182,6 +182,8 @@ class Admitted(tuple[int, int, int]):
     def hit(self) -> int: ...
     @property
     def reserved(self) -> int: ...
+    @property
+    def cuts(self) -> tuple[int, ...]: ...
 
 class Pending(tuple[int, int]):
     @property
@@ -210,9 +212,12 @@ class ManagerCore:
     def __init__(
         self,
         groups: Sequence[tuple[str, int, int | None, int]],
+        resume_step: int,
         num_rows: int,
         max_tokens: int,
         watermark: int,
+        checkpoints: int | None,
+        checkpoint_interval: int,
     ) -> None: ...
     @property
     def num_rows(self) -> int: ...
@@ -291,7 +296,11 @@ class ManagerCore:
     def stored(self, rows: IdsLike) -> npt.NDArray[np.int32]: ...
     def _counts(
         self,
-    ) -> tuple[list[tuple[str, int, int, int, int, int, int]], int, int, int, int, int, int, int, int]: ...
+    ) -> tuple[
+        list[tuple[str, int, int, int, int, int, int]],
+        tuple[int, int, int, int, int, int, int, int],
+        tuple[int, int, int, int, int, int, int] | None,
+    ]: ...
     def _tree_counts(self) -> TreeCounts: ...
     def _tree_nodes(
         self, max_nodes: int, max_tokens: int, namespace: bytes | str | None

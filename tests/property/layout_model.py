@@ -4,12 +4,12 @@ Nothing here is clever: which positions a query reads is a set, a page is freed 
 nobody reads anything of it has finished, peaks are found by trying every place at which a step can begin.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from itertools import product
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,19 @@ def peak(reading: Reading, length: int, lag: int) -> int:
 
 @dataclass(frozen=True)
 class Wish:
-    """What one group is asked for, in several ways each of which is enough: units of an average request, of
+    """What one pool is asked for, in several ways each of which is enough: units of an average request, of
     the longest, and once for all."""
 
     unit_bytes: int
     ways: tuple[tuple[Fraction, int, int], ...]
 
-    def requests(self, units: int) -> Fraction | None:
+    def requests(self, units: int) -> Fraction | float | None:
         """Average requests that so many units serve, or None if the longest does not fit."""
-        served = [(units - once) / mean for mean, longest, once in self.ways if units >= longest + once]
+        served = [
+            (units - once) / mean if mean else math.inf
+            for mean, longest, once in self.ways
+            if units >= longest + once
+        ]
         return max(served, default=None)
 
     def units(self, requests: int) -> int:
@@ -110,19 +114,24 @@ class Wish:
         return min(requests * longest + once for _, longest, once in self.ways)
 
 
-def best_requests(wishes: Sequence[Wish], memory_bytes: int) -> Fraction | None:
-    """The most average requests over every way to hand out units; one more of each group is padding."""
-    choices = [
-        [
-            ((units + 1) * wish.unit_bytes, served)
-            for units in range(memory_bytes // wish.unit_bytes)
-            if (served := wish.requests(units)) is not None
-        ]
-        for wish in wishes
-    ]
-    fitting = (
-        min(served for _, served in choice)
-        for choice in product(*choices)
-        if sum(cost for cost, _ in choice) <= memory_bytes
-    )
-    return max(fitting, default=None)
+def best_requests(wishes: Sequence[Wish], memory_bytes: int) -> Fraction | float | None:
+    """The most average requests over every way to hand out units; one more of each pool is padding."""
+
+    @cache
+    def best(which: int, left: int) -> Fraction | float | None:
+        """The most that these and all later wishes serve with the bytes that are left."""
+        if which == len(wishes):
+            return math.inf
+        wish = wishes[which]
+        if wish.unit_bytes == 0:  # as many as anybody wants
+            return best(which + 1, left)
+        served = (
+            (wish.requests(units), best(which + 1, left - (units + 1) * wish.unit_bytes))
+            for units in range(left // wish.unit_bytes)
+        )
+        return max(
+            (min(own, others) for own, others in served if own is not None and others is not None),
+            default=None,
+        )
+
+    return best(0, memory_bytes)

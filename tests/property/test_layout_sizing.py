@@ -18,6 +18,7 @@ from pagoda.layout import (
     LatentAttention,
     Layout,
     PagedGroup,
+    RingWindow,
     ShortConv,
     StateGroup,
     WindowAttention,
@@ -190,18 +191,19 @@ def small_kinds(dims: list[int], window: int, sinks: int, which: list[str]) -> l
         ),
         "latent": LatentAttention(entry=latent(dims[2] + 1, 0, "fp8")),
         "state": ShortConv(channels=dims[0] + 3, kernel=2, dtype="fp8"),
+        # A checkpoint is smaller than a state; with a window of 1 it has no bytes.
+        "ring": RingWindow(entry=plain("e", 1, dims[1], "fp8"), window=dims[0], unaccepted=dims[2]),
     }
     return [made[name] for name in which]
 
 
 @st.composite
 def layouts(draw: Any) -> Layout:
-    which = draw(
-        st.lists(st.sampled_from(["full", "window", "latent", "state"]), min_size=1, max_size=3, unique=True)
-    )
+    names = ["full", "window", "latent", "state", "ring"]
+    which = draw(st.lists(st.sampled_from(names), min_size=1, max_size=3, unique=True))
     dims = draw(st.lists(st.integers(1, 3), min_size=3, max_size=3))
     kinds = small_kinds(dims, draw(st.integers(1, 6)), draw(st.integers(0, 3)), which)
-    sizes = {name: draw(st.integers(1, 4)) for name in which if name != "state"}
+    sizes = {name: draw(st.integers(1, 4)) for name in which if name not in {"state", "ring"}}
     return Layout(kinds, sizes)
 
 
@@ -224,7 +226,7 @@ def weights_of(mix: Any) -> list[int]:
 
 
 def wishes_of(layout: Layout, mix: Any, chunk: int, num_checkpoints: int, in_flight: int) -> list[Wish]:
-    """What `divide` promises to each group, in the words of its docstring."""
+    """What `divide` promises to each pool, in the words of its docstring."""
     weights = weights_of(mix)
 
     def way(units: Callable[[int], int], once: int = 0) -> tuple[Fraction, int, int]:
@@ -234,7 +236,8 @@ def wishes_of(layout: Layout, mix: Any, chunk: int, num_checkpoints: int, in_fli
     wishes = []
     for group in layout.groups:
         if isinstance(group, StateGroup):
-            wishes.append(Wish(group.unit_bytes, (way(lambda length: 1 + num_checkpoints),)))
+            wishes.append(Wish(group.unit_bytes, (way(lambda length: 1),)))
+            wishes.append(Wish(group.checkpoint_bytes, (way(lambda length: num_checkpoints),)))
             continue
         reading, size = reading_of(group), group.page_tokens
         ways = [way(lambda length, size=size: len({p // size for p in range(length)}))]  # type: ignore[misc]
@@ -271,10 +274,13 @@ class TestDividing:
             return
         budget = layout.divide(memory, mix, chunk=chunk, checkpoints=rows, in_flight=depth)
         assert budget.requests == best
-        assert budget.num_requests == best.numerator // best.denominator >= 1
+        assert budget.num_requests == int(best) >= 1
         assert budget.memory_bytes == memory
         # What is handed out fits with the padding, and serves what it says.
-        assert [share.group for share in budget.shares] == list(layout.groups)
+        states = [layout.state_group] if layout.state_group else []
+        assert [share.group for share in budget.shares] == [*layout.groups, *states]
+        names = [*(group.name for group in layout.groups), *("checkpoint" for _ in states)]
+        assert [share.name for share in budget.shares] == names
         for share, wish in zip(budget.shares, wishes, strict=True):
             assert share.num_bytes == (share.num_units + 1) * wish.unit_bytes
             served = wish.requests(share.num_units)
@@ -282,7 +288,7 @@ class TestDividing:
             assert served >= best
         assert sum(share.num_bytes for share in budget.shares) + budget.spare_bytes == memory
         assert budget.spare_bytes >= 0
-        assert budget.capacity() == {share.group.name: share.num_units for share in budget.shares}
+        assert budget.capacity() == dict(zip(names, (s.num_units for s in budget.shares), strict=True))
         tokens = [
             share.num_units * share.group.page_tokens
             for share in budget.shares

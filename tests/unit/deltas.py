@@ -8,7 +8,11 @@ import numpy as np
 from pagoda.manager import Delta
 
 FORMAT = 0x50474431
-KINDS = ["rows", "lengths", "counts", "starts", "places", "page_ids", "sources", "targets"]
+KINDS = [
+    "rows", "lengths", "counts", "starts",
+    "save_rows", "save_lengths", "save_ids", "restore_rows", "restore_lengths", "restore_ids", "reset_rows",
+    "state_sources", "state_targets", "places", "page_ids", "sources", "targets",
+]  # fmt: skip
 Section = tuple[int, int, Sequence[int]]  # kind, group, content
 
 
@@ -34,6 +38,10 @@ def delta_of(
     page_ids: Sequence[int] = (),
     copies: Sequence[tuple[Sequence[int], Sequence[int]]] = ((), ()),
     num_groups: int = 2,
+    saves: Sequence[Sequence[int]] = ((), (), ()),
+    restores: Sequence[Sequence[int]] = ((), (), ()),
+    resets: Sequence[int] = (),
+    state_copies: Sequence[Sequence[int]] = ((), ()),
 ) -> Delta:
     """A delta of these sections; `copies` has sources and targets of each group that has some."""
     if starts is None:
@@ -42,6 +50,9 @@ def delta_of(
         (KINDS.index(name) + 1, 0, content)
         for name, content in (
             ("rows", rows), ("lengths", lengths), ("counts", counts), ("starts", starts),
+            *zip(("save_rows", "save_lengths", "save_ids"), saves, strict=True),
+            *zip(("restore_rows", "restore_lengths", "restore_ids"), restores, strict=True),
+            ("reset_rows", resets), *zip(("state_sources", "state_targets"), state_copies, strict=True),
             ("places", places), ("page_ids", page_ids),
         )
         if len(content)

@@ -172,7 +172,7 @@ def test_a_request_has_one_state(json_of, text_of):
         "73.69 MiB",
     ]
     assert fact(text, "reuse").endswith("multiples of 16 tokens, up to a checkpoint")
-    assert fact(text, "checkpoint") == "takes a whole state, 73.69 MiB"
+    assert fact(text, "checkpoint") == "73.69 MiB, a whole state"
 
 
 def test_compressed_attention_has_an_entry_for_several_tokens(json_of, text_of):
@@ -192,16 +192,16 @@ def test_compressed_attention_has_an_entry_for_several_tokens(json_of, text_of):
     assert row(text, "csa")[2] == "one entry per 4 tokens"
     assert row(text, "hca")[2] == "one entry per 128 tokens"
     assert fact(text, "per token").startswith("3,991.5 B; ")
-    # A checkpoint takes more than it needs.
-    assert re.fullmatch(
-        r"needs [\d.]+ MiB, but takes a whole state, [\d.]+ MiB",
-        fact(text, "checkpoint"),
-    )
-    alone = json_of("deepseek-v4-flash", "--memory", "40GiB")
-    kept = json_of("deepseek-v4-flash", "--memory", "40GiB", "--checkpoints", "1")
-    assert kept["checkpoint_bytes"] < kept["state_bytes"]
-    each = kept["request_bytes"] + kept["state_bytes"]
-    assert kept["budget"]["requests"] == (40 * GiB - csa_page - hca_page - kept["state_bytes"]) // each
+    # A checkpoint has 127 entries of 43 windows, and 4 tokens of the compressors of 21 layers in float32.
+    checkpoint = 43 * 127 * 584 + 21 * 4 * 2 * 2 * (512 + 128) * 4
+    assert plan["checkpoint_bytes"] == checkpoint
+    assert fact(text, "checkpoint") == f"{shown(checkpoint)}, of a state of {shown(plan['state_bytes'])}"
+    alone = json_of("deepseek-v4-flash", "--memory", "40GiB", "--checkpoints", "0")
+    kept = json_of("deepseek-v4-flash", "--memory", "40GiB", "--checkpoints", "100")
+    padding = csa_page + hca_page + kept["state_bytes"] + checkpoint
+    each = kept["request_bytes"] + 100 * checkpoint
+    assert kept["budget"]["requests"] == (40 * GiB - padding) // each
+    assert alone["budget"]["requests"] == (40 * GiB - padding) // alone["request_bytes"]
     assert alone["budget"]["requests_float"] > kept["budget"]["requests_float"]
 
 
@@ -210,13 +210,17 @@ def test_where_nothing_grows(json_of, text_of):
     state_bytes = 64 * 5120 * (16 + 3) * 4
     plan = json_of("mamba-2.8b", "--memory", "1GiB")
     assert (plan["token_bytes"], plan["request_bytes"]) == (0, state_bytes)
-    assert plan["budget"]["requests"] == GiB // state_bytes - 1  # one state is padding
+    # A request has a state and two checkpoints of it; one of each is padding.
+    assert plan["budget"]["requests"] == (GiB // state_bytes - 2) // 3
     assert plan["budget"]["tokens"] is plan["budget"]["longest_request"] is None
     assert plan["budget"]["more_tokens"] is None
     text = text_of("mamba-2.8b", "--memory", "1GiB")
     assert fact(text, "longest") == "a single request of any length fits"
     assert fact(text, "per token").startswith("0 B; ")
-    assert fact(text, "reuse") == "cached prefixes are reused at any length, up to a checkpoint"
+    reuse = "cached prefixes are reused in multiples of {} tokens, up to a checkpoint"
+    assert fact(text, "reuse") == reuse.format(16)
+    assert fact(text_of("mamba-2.8b", "--page-tokens", "64"), "reuse") == reuse.format(64)
+    text = text_of("mamba-2.8b", "--memory", "1GiB", "--checkpoints", "0")
     assert fact(text, "1 GiB more") == f"adds {GiB // state_bytes}.000 requests of 8k tokens"
 
 
@@ -312,7 +316,7 @@ def test_memory_is_divided(json_of, text_of):
         80 * GiB, 16 * GiB, 64 * GiB,
     )  # fmt: skip
     assert budget["shares"] == [
-        {"group": "full", "unit": "page", "units": pages, "bytes": 64 * GiB, "percent": 100.0}
+        {"pool": "full", "unit": "page", "units": pages, "bytes": 64 * GiB, "percent": 100.0}
     ]
     assert budget["mix"] == [{"tokens": 131_072, "share": 1.0}]
     assert budget["tokens"] == budget["longest_request"] == pages * 16 == 524_272
@@ -345,21 +349,44 @@ def test_pages_and_states_share_memory(checkpoints: int, json_of):
         "qwen3-next-80b-a3b", "--memory", "40GiB", "--context", "32k", "--checkpoints", str(checkpoints)
     )
     budget = plan["budget"]
+    # A checkpoint of a recurrent state is all of it.
     each = 2048 * QWEN_PAGE + (1 + checkpoints) * QWEN_STATE
-    requests = (40 * GiB - QWEN_PAGE - QWEN_STATE) // each
+    requests = (40 * GiB - QWEN_PAGE - 2 * QWEN_STATE) // each
     assert budget["requests"] == budget["context_requests"] == requests
-    units = {share["group"]: share["units"] for share in budget["shares"]}
+    units = {share["pool"]: share["units"] for share in budget["shares"]}
+    assert [share["unit"] for share in budget["shares"]] == ["page", "state", "checkpoint"]
     assert units["full"] >= requests * 2048
-    assert units["state"] >= requests * (1 + checkpoints)
-    taken = [(units["full"] + 1) * QWEN_PAGE, (units["state"] + 1) * QWEN_STATE]
+    assert units["state"] >= requests
+    assert units["checkpoint"] >= requests * checkpoints
+    taken = [
+        (units[pool] + 1) * size
+        for pool, size in (("full", QWEN_PAGE), ("state", QWEN_STATE), ("checkpoint", QWEN_STATE))
+    ]
     assert [share["bytes"] for share in budget["shares"]] == taken
     assert budget["spare_bytes"] == 40 * GiB - sum(taken) >= 0
     assert [share["percent"] for share in budget["shares"]] == [
         round(100 * part / (40 * GiB), 1) for part in taken
     ]
     # One request alone: without its states and the padding, the rest is whole pages.
-    left = 40 * GiB - (2 + checkpoints) * QWEN_STATE
+    left = 40 * GiB - (2 + checkpoints + 1) * QWEN_STATE
     assert budget["longest_request"] == (left // QWEN_PAGE - 1) * 16
+
+
+def test_checkpoints_of_a_request_are_told(json_of, text_of):
+    hybrid, llama = ("qwen3-next-80b-a3b", "--memory", "40GiB"), ("llama-3.1-8b", "--memory", "40GiB")
+    assert fact(text_of(*hybrid), "checkpoints") == "2 per request, the default"
+    assert json_of(*hybrid) == json_of(*hybrid, "--checkpoints", "2")
+    assert json_of(*hybrid)["budget"]["checkpoints"] == 2
+    for number in ("1", "2"):
+        assert (
+            fact(text_of(*hybrid, "--checkpoints", number), "checkpoints")
+            == f"{number} per request, as given"
+        )
+    assert fact(text_of(*hybrid, "--checkpoints", "0"), "checkpoints") == "none: no cached prefix is reused"
+    assert fact(text_of(*hybrid), "padding").startswith("one more page, state or checkpoint per pool")
+    # Without states they are not mentioned unless somebody asks for them.
+    assert "checkpoint" not in text_of(*llama)
+    assert fact(text_of(*llama, "--checkpoints", "2"), "checkpoints") == "no effect: no layer has a state"
 
 
 def test_a_mix_of_lengths(json_of, text_of):
@@ -401,7 +428,7 @@ def test_windows_hold_a_chunk_besides(json_of, text_of):
     asked = ("gpt-oss-20b", "--memory", "8GiB", "--context", "4k", "--chunk")
     # 9 pages of a window; where a request gets 2 tokens of the chunk, 10, and the rest of the chunk once.
     for chunk, each, once in ((1, 9, 0), (8192, 10, 8190 // 16)):
-        units = {share["group"]: share["units"] for share in json_of(*asked, str(chunk))["budget"]["shares"]}
+        units = {share["pool"]: share["units"] for share in json_of(*asked, str(chunk))["budget"]["shares"]}
         requests = (8 * GiB // OSS_PAGE - 2 - once) // (each + 256)
         assert json_of(*asked, str(chunk))["budget"]["requests"] == requests
         assert units["window"] >= each * requests + once
@@ -446,6 +473,9 @@ def test_a_page_of_padding_is_missing(error_of, json_of):
             ["fewer --checkpoints"],
             ["--chunk"],
         ),
+        (["qwen3-next-80b-a3b", "--memory", "5G"], ["fewer --checkpoints"], []),
+        (["qwen3-next-80b-a3b", "--memory", "5G", "--checkpoints", "0"], [], ["--checkpoints"]),
+        (["llama-3.1-8b", "--memory", "5G"], [], ["--checkpoints"]),
         (["llama-3.1-8b", "--memory", "5G", "--checkpoints", "1", "--chunk", "8k"], [], ["fewer", "smaller"]),
         (["gemma-3-27b", "--memory", "2G", "--chunk", "8k"], ["a smaller --chunk"], ["--checkpoints"]),
         (["llama-3.1-8b", "--memory", "8G", "--mix", "1k,1M"], ["shorter lengths in --mix"], ["--context"]),
@@ -462,13 +492,13 @@ def test_only_ways_out_that_help_are_told(
 
 def test_not_even_a_token_fits(error_of):
     assert "not even 1 token fits" in error_of("llama-3.1-8b", "--memory", "0")
-    # Three states and one of padding, and no page.
-    tight = str(4 * QWEN_STATE)
+    # A state, two checkpoints and one of each for padding, and no page.
+    tight = str(5 * QWEN_STATE)
     assert "not even 1 token fits" in error_of("qwen3-next-80b-a3b", "--memory", tight, "--checkpoints", "2")
     many = error_of("qwen3-next-80b-a3b", "--memory", "1GiB", "--checkpoints", "1000")
     assert "not even 1 token fits" in many
-    assert f"needs {shown(1002 * QWEN_STATE + (2**18 // 16 + 1) * QWEN_PAGE)} of cache" in many
-    one_page = str(4 * QWEN_STATE + 2 * QWEN_PAGE)
+    assert f"needs {shown(1003 * QWEN_STATE + (2**18 // 16 + 1) * QWEN_PAGE)} of cache" in many
+    one_page = str(5 * QWEN_STATE + 2 * QWEN_PAGE)
     error = error_of("qwen3-next-80b-a3b", "--memory", one_page, "--checkpoints", "2")
     assert "the longest that fits has 16 tokens" in error
 
@@ -709,13 +739,19 @@ def test_every_model_is_planned(name: str, ranks: int, json_of, text_of, error_o
     assert fact(text, "per token").startswith(shown(plan["token_bytes"]))
     budget = plan["budget"]
     unit_bytes = {group["name"]: group["unit_bytes"] for group in plan["groups"]}
+    each = plan["request_bytes"]
+    if plan["state_bytes"]:
+        unit_bytes["checkpoint"] = plan["checkpoint_bytes"]
+        each += budget["checkpoints"] * plan["checkpoint_bytes"]
+    assert [share["pool"] for share in budget["shares"]] == list(unit_bytes)
     for share in budget["shares"]:
-        assert row(text, share["group"], table=1)[:4] == [
-            share["group"], f"{share['units']:,}", shown(share["bytes"]), f"{share['percent']:.1f}%",
+        is_group = share["pool"] != "checkpoint"  # the table of sizes has the groups only
+        assert row(text, share["pool"], table=int(is_group))[:4] == [
+            share["pool"], f"{share['units']:,}", shown(share["bytes"]), f"{share['percent']:.1f}%",
         ]  # fmt: skip
-        assert share["bytes"] == (share["units"] + 1) * unit_bytes[share["group"]]
+        assert share["bytes"] == (share["units"] + 1) * unit_bytes[share["pool"]]
     assert sum(share["bytes"] for share in budget["shares"]) + budget["spare_bytes"] == 400 * GiB
-    requests = (400 * GiB - sum(unit_bytes.values())) // plan["request_bytes"]
+    requests = (400 * GiB - sum(unit_bytes.values())) // each
     assert budget["requests"] == budget["context_requests"] == requests
     assert requests <= budget["requests_float"] < requests + 1
     hundredths = round(budget["requests_float"] * 10**6) // 10**4

@@ -4,6 +4,7 @@ can be changed."""
 import copy
 import functools
 import pickle
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -375,11 +376,26 @@ class TestResuming:
         assert list(layout.resume_lengths(37)) == [12, 24, 36]
         assert list(layout.resume_lengths(12)) == list(layout.resume_lengths(0)) == []
 
-    def test_states_alone_resume_at_every_token(self):
+    def test_states_alone_resume_where_pages_would_end(self):
         layout = Layout([STATE])
-        assert layout.resume_step == 1
-        assert list(layout.resume_lengths(4)) == [1, 2, 3]
-        assert layout.resume_needs(3) == (Need("state", checkpoint_bytes=16),)
+        assert layout.resume_step == layout.state_group.resume_step == 16
+        assert list(layout.resume_lengths(49)) == [16, 32, 48]
+        assert layout.resume_needs(32) == (Need("state", checkpoint_bytes=16),)
+        with pytest.raises(ArgumentError, match="multiples of 16"):
+            layout.resume_needs(8)
+        assert Layout([STATE], {}).resume_step == 16
+
+    def test_states_alone_resume_at_multiples_of_page_tokens(self):
+        layout = Layout([STATE, []], 5)
+        assert (layout.resume_step, layout.page_tokens) == (5, {})
+        assert list(layout.resume_lengths(11)) == [5, 10]
+        assert layout.shard(2).resume_step == 5
+        assert layout != Layout([STATE, []])
+        assert pickle.loads(pickle.dumps(layout)) == layout
+
+    def test_states_resume_where_all_pages_end(self):
+        layout = Layout([STATE, full(), window(4)], {"full": 4, "window": 6})
+        assert layout.resume_step == layout.state_group.resume_step == 12
 
     @pytest.mark.parametrize("bad", [1, 13, -12, 2.0, "12", None, pytest.param(10**5_000 + 1, id="huge")])
     def test_lengths_at_which_nothing_resumes(self, bad):
@@ -429,6 +445,20 @@ class TestRefused:
                 Layout([full(), layer])
         with pytest.raises(ConfigError, match="stores duplicate names"):
             Layout([LatentAttention(entry=index_keys(4, "bf16"), index=index_keys(8, "bf16"))])
+
+    @pytest.mark.parametrize("name", ["state", "checkpoint"])
+    def test_pages_named_like_states_or_checkpoints(self, name):
+        """A capacity has one number per name."""
+
+        class Named(FullAttention):
+            @property
+            def storage(self):
+                return replace(super().storage, name=name)
+
+        kind = Named(kv_heads=1, k_dim=1, v_dim=1)
+        with pytest.raises(ConfigError, match=f"name of a Storage: '{name}' is reserved"):
+            Layout([kind, STATE])
+        assert layers_of(Layout([kind])) == {name: (0,)}
 
     @pytest.mark.parametrize("bad", [0, -1, 1.5, "8k"])
     def test_contexts_that_are_none(self, bad):

@@ -268,6 +268,24 @@ class TestCompressed:
         assert {csa(unaccepted=n).checkpoint_bytes for n in (1, 2, 9)} == {expected}
         assert {hca(unaccepted=n).checkpoint_bytes for n in (1, 2, 9)} == {127 * 584}
 
+    @pytest.mark.parametrize("unaccepted", [1, 5])
+    @pytest.mark.parametrize("window", [1, 2, 128])
+    def test_what_checkpoints_keep(self, window, unaccepted):
+        """The query after a checkpoint reads window − 1 positions before its own. An entry of CSA is made of
+        its own block and the one before; one of HCA is made of its own block, which is empty where it begins.
+        """
+        given = {"window": window, "unaccepted": unaccepted}
+        for kind, block in (
+            (RingWindow(entry=V4_ENTRY, **given), None), (csa(**given), 4), (hca(**given), 0),
+        ):  # fmt: skip
+            for part in kind.state:
+                is_ring = part.name in {"window", "window_scales", "positions"}
+                assert part.kept == (window - 1 if is_ring else block), part.name
+                assert part.holds_positions == (part.name == "positions")
+                in_bytes = part.num_bytes // part.shape[0] * part.kept
+                assert part.checkpoint_bytes == (0 if part.name == "positions" else in_bytes)
+            assert kind.checkpoint_bytes == sum(part.checkpoint_bytes for part in kind.state)
+
     def test_scores_begin_at_minus_infinity_positions_at_none_and_all_else_at_zero(self):
         for kind in (csa(), hca(), RingWindow(entry=V4_ENTRY, window=128)):
             for part in kind.state:
@@ -377,6 +395,21 @@ class TestRefused:
     def test_parts_of_no_shape(self, shape):
         with pytest.raises(ConfigError, match="shape of x"):
             TensorSpec("x", shape, "bf16")
+
+    @pytest.mark.parametrize("shape", [(), (3,), (3, 2)])
+    @pytest.mark.parametrize("bad", [4, -1, 1.5, "a", True])
+    def test_keeping_more_than_there_is(self, shape, bad):
+        with pytest.raises(ConfigError, match="kept of x"):
+            TensorSpec("x", shape, "bf16", kept=bad)
+
+    @pytest.mark.parametrize(
+        ("shape", "dtype", "kept", "bad"),
+        [((3,), "int32", 2, 1), ((3, 1), "int32", 2, True), ((3,), "float32", 2, True),
+         ((3,), "int32", None, True)],
+    )  # fmt: skip
+    def test_positions_that_a_length_does_not_give(self, shape, dtype, kept, bad):
+        with pytest.raises(ConfigError, match="holds_positions of x"):
+            TensorSpec("x", shape, dtype, kept=kept, holds_positions=bad)
 
     def test_parts_of_no_dtype(self):
         with pytest.raises(ConfigError, match="dtype of x"):
@@ -508,6 +541,17 @@ class CrossAttention(Kind):
 
     def shard(self, ranks):
         return replace(self, heads=self.heads // ranks)
+
+
+class TestKept:
+    def test_a_checkpoint_keeps_everything_by_default(self):
+        assert TensorSpec("x", (3, 2), "bf16").checkpoint_bytes == 12
+        assert TensorSpec("x", (), "float32").checkpoint_bytes == 4
+
+    def test_or_the_last_cells(self):
+        for kept in range(4):
+            assert TensorSpec("x", (3, 2), "bf16", kept=kept).checkpoint_bytes == kept * 2 * 2
+        assert TensorSpec("x", (), "float32", kept=0).checkpoint_bytes == 0
 
 
 class TestOwnKinds:

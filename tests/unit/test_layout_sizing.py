@@ -12,16 +12,20 @@ from pagoda.errors import ConfigError
 from pagoda.layout import (
     FullAttention,
     Layout,
+    RingWindow,
     ShortConv,
     WindowAttention,
     from_hf,
     model_config,
     model_names,
+    plain,
 )
 
 FULL = FullAttention(kv_heads=1, k_dim=2, v_dim=2)  # 8 B a token
 WINDOW = WindowAttention(kv_heads=1, k_dim=1, v_dim=1, dtype="fp8", window=5)  # 2 B a token
-STATE = ShortConv(channels=10, kernel=2, dtype="fp8")  # 10 B a row
+STATE = ShortConv(channels=10, kernel=2, dtype="fp8")  # 10 B a state
+# 3 entries of 4 B with a position of 4 B each; 1 entry in a checkpoint.
+RING = RingWindow(entry=plain("e", 1, 4, "fp8"), window=2, unaccepted=2)
 
 
 class TestByHand:
@@ -86,20 +90,60 @@ class TestByHand:
     def test_three_groups(self):
         layout = Layout([FULL, WINDOW, STATE], {"full": 4, "window": 2})
         # A request of 9: 3 pages of 32 B; 4 pages of 4 B, because the window of 5 in pages of 2 is given up
-        # where pages of both end, every 4 tokens; a row of 10 B.
-        padding, each = 32 + 4 + 10, 3 * 32 + 4 * 4 + 10
-        assert layout.max_requests(padding + 7 * each, 9) == 7
-        assert layout.max_requests(padding + 7 * each - 1, 9) == 6
-        budget = layout.divide(padding + 7 * each, 9)
-        assert budget.capacity() == {"full": 21, "window": 28, "state": 7}
+        # where pages of both end, every 4 tokens; a state of 10 B and a checkpoint of 10 B.
+        padding, each = 32 + 4 + 10 + 10, 3 * 32 + 4 * 4 + 10 + 10
+        assert layout.max_requests(padding + 7 * each, 9, checkpoints=1) == 7
+        assert layout.max_requests(padding + 7 * each - 1, 9, checkpoints=1) == 6
+        budget = layout.divide(padding + 7 * each, 9, checkpoints=1)
+        assert budget.capacity() == {"full": 21, "window": 28, "state": 7, "checkpoint": 7}
+        assert [(share.name, share.group) for share in budget.shares] == [
+            *((group.name, group) for group in layout.groups), ("checkpoint", layout.state_group),
+        ]  # fmt: skip
         assert budget.spare_bytes == 0
 
-    def test_checkpoints_are_rows_besides(self):
-        layout = Layout([STATE])
-        assert layout.divide(10 * 13, 100, checkpoints=2).capacity() == {"state": 12}
-        assert layout.max_requests(10 * 13, 100, checkpoints=2) == 4
-        assert layout.memory_for(4, 100, checkpoints=2) == 10 * 13
-        assert layout.divide(10 * 13, 100).num_tokens is None
+    def test_checkpoints_have_a_pool_of_their_own(self):
+        layout = Layout([RING])
+        # 4 states and 8 checkpoints, and one of each for padding.
+        memory = 24 * (4 + 1) + 4 * (8 + 1)
+        budget = layout.divide(memory, 100, checkpoints=2)
+        assert budget.capacity() == {"state": 4, "checkpoint": 8}
+        assert [share.num_bytes for share in budget.shares] == [24 * 5, 4 * 9]
+        assert budget.num_tokens is None
+        assert layout.max_requests(memory, 100, checkpoints=2) == 4
+        assert layout.max_requests(memory - 1, 100, checkpoints=2) == 3
+        assert layout.memory_for(4, 100, checkpoints=2) == memory
+        assert layout.memory_for(0, 100, checkpoints=2) == 24 + 4
+        # Without checkpoints, the pool is one of padding.
+        assert layout.divide(24 * 5 + 4, 100, checkpoints=0).capacity() == {"state": 4, "checkpoint": 0}
+        assert layout.max_requests(24 * 5 + 3, 100, checkpoints=0) == 3
+        # One request of any length, with its checkpoints.
+        assert layout.longest_request(24 * 2 + 4 * 3, checkpoints=2) is None
+        assert layout.longest_request(24 * 2 + 4 * 3 - 1, checkpoints=2) == 0
+
+    def test_two_checkpoints_per_request_by_default(self):
+        layout = Layout([FULL, RING], 1)
+        memory = (8 + 24 + 4) + 4 * (8 + 24 + 2 * 4)
+        assert layout.memory_for(4, 1) == memory
+        assert layout.divide(memory, 1).capacity() == {"full": 4, "state": 4, "checkpoint": 8}
+        assert layout.max_requests(memory, 1) == 4
+        # The same memory has room for a fifth without them: 5 × (8 + 24) B. Or for a token more of one.
+        assert layout.max_requests(memory, 1, checkpoints=0) == 5
+        assert layout.longest_request(memory) == 16
+        assert layout.longest_request(memory, checkpoints=0) == 17
+
+    def test_checkpoints_do_nothing_without_states(self):
+        layout = Layout([FULL, WINDOW])
+        assert {layout.divide(1000, 20, checkpoints=n) for n in (0, 2, 50)} == {layout.divide(1000, 20)}
+        assert "checkpoint" not in layout.divide(1000, 20).capacity()
+
+    def test_checkpoints_of_no_bytes(self):
+        """A window of one token reads nothing of the past, so there is nothing to keep."""
+        layout = Layout([RingWindow(entry=plain("e", 1, 4, "fp8"), window=1)])
+        assert (layout.state_group.state_bytes, layout.state_group.checkpoint_bytes) == (8, 0)
+        budget = layout.divide(8 * 5, 100, checkpoints=3)
+        assert budget.capacity() == {"state": 4, "checkpoint": 12}
+        assert layout.max_requests(8 * 5, 100, checkpoints=3) == 4
+        assert layout.longest_request(8 * 2, checkpoints=3) is None
 
     def test_a_chunk_is_held_by_windows_and_by_nothing_else(self):
         layout = Layout([WINDOW], 2)
@@ -138,12 +182,13 @@ class TestByHand:
         assert layout.longest_request(2 * 32 - 1) == layout.longest_request(0) == 0
 
     def test_any_length_fits_where_nothing_grows(self):
+        # A state, two checkpoints, and one of each for padding.
         layout = Layout([STATE])
-        assert layout.longest_request(20) is None
-        assert layout.longest_request(19) == 0
-        assert Layout([WINDOW, STATE], 2).longest_request(4 * 4 + 20) is None
+        assert layout.longest_request(50) is None
+        assert layout.longest_request(49) == 0
+        assert Layout([WINDOW, STATE], 2).longest_request(4 * 4 + 50) is None
         # Two pages are less than a full window takes: 3 tokens may lie in 2 pages, 4 in 3 with the next.
-        assert Layout([WINDOW, STATE], 2).longest_request(3 * 4 + 20) == 4
+        assert Layout([WINDOW, STATE], 2).longest_request(3 * 4 + 50) == 4
 
 
 class TestModels:
@@ -156,16 +201,18 @@ class TestModels:
     def test_flash_at_a_million_tokens(self):
         layout = from_hf(model_config("deepseek-v4-flash"))
         # 2^20 tokens are 8,192 blocks of 21 × (19,008 + 4,224) + 20 × 1,152 B, and a row of 15,420,416 B with
-        # 43 × 128 positions.
+        # 43 × 128 positions. A checkpoint has 43 windows of 127 entries, and 4 tokens of 21 compressors.
         block, row = 21 * (19_008 + 32 * 132) + 20 * 1_152, 15_420_416 + 43 * 128 * 4
-        each, padding = 8_192 * block + row, block + row
+        checkpoint = 43 * 127 * 584 + 21 * 4 * (2_048 + 512) * 4
+        each, padding = 8_192 * block + row + 2 * checkpoint, block + row + checkpoint
         assert layout.max_requests("80GiB", 2**20) == (80 * 2**30 - padding) // each == 20
 
     @pytest.mark.parametrize("model", model_names())
     def test_every_model_divides_a_device(self, model):
         layout = from_hf(model_config(model))
         budget = layout.divide("64GiB", {1024: 8, 8192: 1}, chunk=2048, checkpoints=1)
-        assert budget.capacity().keys() == {group.name for group in layout.groups}
+        names = {group.name for group in layout.groups}
+        assert budget.capacity().keys() == (names | {"checkpoint"} if layout.state_group else names)
         assert budget.num_requests >= 1
         assert 0 <= budget.spare_bytes < 2**30
 
@@ -275,8 +322,12 @@ class TestRefused:
             self.LAYOUT.memory_for(bad, 8)
 
     def test_nothing_fits(self):
-        with pytest.raises(ConfigError, match="give more memory or shorter requests"):
+        with pytest.raises(ConfigError, match=r"or shorter requests, or fewer checkpoints$"):
             self.LAYOUT.divide(0, 8)
+        with pytest.raises(ConfigError, match=r"give more memory or shorter requests$"):
+            self.LAYOUT.divide(0, 8, checkpoints=0)
+        with pytest.raises(ConfigError, match=r"give more memory or shorter requests$"):
+            Layout([FULL]).divide(0, 8)
         assert self.LAYOUT.max_requests(0, 8) == 0
         assert self.LAYOUT.longest_request(0) == 0
 

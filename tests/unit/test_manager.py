@@ -106,10 +106,21 @@ def test_what_a_manager_says_about_itself():
     manager.check()
 
 
-def test_states_and_sinks_are_refused():
+def test_capacities_of_a_layout_with_states():
     state = GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=16, kernel=4)
-    with pytest.raises(ConfigError, match="states"):
-        Manager(Layout([FULL, state]), {"full": 4, "states": 4}, num_rows=1, max_tokens=8)
+    layout = Layout([FULL, state])
+    for wrong in ({"full": 4}, {"full": 4, "states": 4}, {"checkpoint": 4}):
+        with pytest.raises(ConfigError, match="each of full, checkpoint to its number"):
+            Manager(layout, wrong, num_rows=1, max_tokens=8)
+    with pytest.raises(ConfigError, match="2 rows need as many states, but capacity has 1"):
+        Manager(layout, {"full": 4, "checkpoint": 4, "state": 1}, num_rows=2, max_tokens=8)
+    with pytest.raises(ConfigError, match="checkpoint_interval"):
+        Manager(layout, {"full": 4, "checkpoint": 4}, num_rows=1, max_tokens=8, checkpoint_interval=0)
+    manager = Manager(layout, {"full": 4, "checkpoint": 0, "state": 2}, num_rows=2, max_tokens=8)
+    assert manager.stats().checkpoints == (0, 0, 0, 0, 0, 0, 0)
+
+
+def test_sinks_are_refused():
     sinks = WindowAttention(kv_heads=1, k_dim=8, v_dim=8, window=8, sink_tokens=4)
     layout = Layout([sinks])
     with pytest.raises(ConfigError, match="sink tokens"):

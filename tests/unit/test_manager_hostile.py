@@ -615,7 +615,7 @@ def test_sections_of_unknown_kinds_are_passed_over():
     num_sections = int(good.packed[4])
     head, entries = good.packed[:4], good.packed[5 : 5 + 4 * num_sections].reshape(-1, 4)
     rest = good.packed[5 + 4 * num_sections :]
-    for kind in (0, 9, 1000, -1, 2**31 - 1, -(2**31)):
+    for kind in (0, 18, 1000, -1, 2**31 - 1, -(2**31)):
         for at in (0, 3, num_sections):
             more = np.insert(entries, at, [kind, 1, 0, 2], axis=0)
             more[:, 2] += 4
@@ -652,7 +652,9 @@ def test_any_head_of_a_delta(changes: list[tuple[int, int]], cut: int | None, ta
 @settings(max_examples=200, deadline=None)
 @given(
     num_groups=st.integers(0, 4),
-    sections=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 60), st.integers(0, 8))),
+    sections=st.lists(
+        st.tuples(st.integers(0, 18), st.integers(0, 3), st.integers(0, 60), st.integers(0, 8))
+    ),
     num_words=st.integers(0, 60),
 )
 def test_any_directory_of_a_delta(num_groups: int, sections: list[tuple[int, int, int, int]], num_words: int):
@@ -667,7 +669,7 @@ def test_a_large_directory_is_read_in_one_pass():
     """Comparing each of its sections with all others would take minutes."""
     n = 60_000
     begin = 5 + 8 * n
-    kinds, groups = np.tile([7, 8], n), np.repeat(np.arange(n), 2)
+    kinds, groups = np.tile([16, 17], n), np.repeat(np.arange(n), 2)
     directory = np.stack([kinds, groups, np.full(2 * n, begin), np.ones(2 * n, dtype=int)], axis=1)
     packed = np.concatenate([[a_delta()[0], 1, 0, n, 2 * n], directory.ravel(), [1]]).astype(np.int32)
     assert len(Delta(packed).copies) == n

@@ -361,7 +361,7 @@ def test_a_delta_whose_head_was_changed_is_refused(at: int, value: int, said: st
 
 
 def test_sections_of_an_unknown_kind_are_passed_over():
-    packed = packed_of(1, 2, [(99, 0, [1, 2, 3]), (5, 0, [5]), (98, 1, [4]), (6, 0, [3])])
+    packed = packed_of(1, 2, [(99, 0, [1, 2, 3]), (14, 0, [5]), (98, 1, [4]), (15, 0, [3])])
     pools = pools_of()
     pools.apply(Delta(packed))
     assert pools.tables["full"][1, 0] == 3

@@ -68,13 +68,20 @@ def dtype_name(value: Any, name: str, allowed: tuple[str, ...] = tuple(DTYPES)) 
 class TensorSpec:
     """An array of one shape and dtype; `initial` is its value when a request begins.
 
-    Errors: ConfigError for an invalid shape or dtype.
+    `kept` is what a checkpoint keeps of an array that is part of a state: all of it (None), or the last
+    `kept` cells before the checkpoint's length. Cells are the first dimension, a ring: the token at position
+    p is in cell p % cells. Cells that were not kept are `initial` after a restore. With `holds_positions`,
+    a cell contains the position of its token, so the kept cells follow from the length and take no bytes.
+
+    Errors: ConfigError for an invalid shape or dtype, or if more is kept than there is.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     initial: float = 0.0
+    kept: int | None = None
+    holds_positions: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.shape, (tuple, list)):
@@ -82,11 +89,33 @@ class TensorSpec:
         shape = tuple(count(size, f"shape of {self.name}") for size in self.shape)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "dtype", dtype_name(self.dtype, f"dtype of {self.name}"))
+        if self.kept is not None:
+            kept = count(self.kept, f"kept of {self.name}", low=0)
+            object.__setattr__(self, "kept", kept)
+            cells = shape[0] if shape else 0
+            if kept > cells:
+                raise ConfigError(
+                    f"kept of {self.name}: give at most {cells}, the number of cells, not {kept}"
+                )
+        holds = f"holds_positions of {self.name}"
+        if not isinstance(self.holds_positions, bool):
+            raise ConfigError(f"{holds}: give True or False, not {type(self.holds_positions).__name__}")
+        if self.holds_positions and (len(shape) != 1 or self.dtype != "int32" or self.kept is None):
+            raise ConfigError(f"{holds}: give one int32 per cell, and the number of cells kept")
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the array."""
         return math.prod(self.shape) * DTYPES[self.dtype]
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the array that a checkpoint contains."""
+        if self.kept is None:
+            return self.num_bytes
+        if self.holds_positions or not self.kept:
+            return 0
+        return self.num_bytes // self.shape[0] * self.kept
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,14 @@ from pagoda.layout._entries import TensorSpec
 from pagoda.layout._kinds import Kind, Storage
 from pagoda.layout._numbers import LARGEST, count, show
 
-__all__ = ["PagedGroup", "StateGroup", "form_groups", "steps_held"]
+__all__ = ["CHECKPOINT", "PagedGroup", "StateGroup", "form_groups", "steps_held"]
 
 # Default tokens per page: what most kernels accept; FlashMLA needs 64.
-_USUAL_PAGE_TOKENS = {"full": 16, "window": 16, "latent": 64}
+_PAGE_TOKENS = 16
+_LATENT_TOKENS = 64
+# Names in a capacity besides those of paged groups.
+_STATE = "state"
+CHECKPOINT = "checkpoint"
 
 
 @dataclass(frozen=True)
@@ -130,18 +134,23 @@ class PagedGroup:
 class StateGroup:
     """Layers with a state of fixed size per request. A state id is valid in all of them.
 
-    `parts[i]` is the state of layer `layers[i]`; `checkpoint_bytes` are the bytes of it, in all layers, that
-    a checkpoint needs."""
+    `parts[i]` is the state of layer `layers[i]`. Checkpoints are saved states, in a pool with its own ids;
+    requests resume from them at multiples of `resume_step`, which is that of the layout."""
 
     name: str
     layers: tuple[int, ...]
     parts: tuple[tuple[TensorSpec, ...], ...]
-    checkpoint_bytes: int
+    resume_step: int
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one state in all layers."""
         return sum(part.num_bytes for parts in self.parts for part in parts)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint in all layers: what a request needs of its state to resume."""
+        return sum(part.checkpoint_bytes for parts in self.parts for part in parts)
 
     @property
     def unit_bytes(self) -> int:
@@ -176,7 +185,8 @@ def form_groups(
 ) -> tuple[PagedGroup | StateGroup, ...]:
     """Return the groups of a model's layers, in the order of their first layer; states come last.
 
-    Errors: ConfigError for page sizes that do not fit a group, or for an unknown group name.
+    Errors: ConfigError for page sizes that do not fit a group, for an unknown group name, or for storage
+    that has the name of states or checkpoints.
     """
     members: dict[Storage, list[int]] = {}
     states: dict[int, list[Kind]] = {}
@@ -190,6 +200,9 @@ def form_groups(
     for storage in members:
         same = sum(other.name == storage.name for other in names.values())
         names[storage.name if not same else f"{storage.name}-{same + 1}"] = storage
+    for name in (_STATE, CHECKPOINT):
+        if states and name in names:
+            raise ConfigError(f"name of a Storage: {name!r} is reserved in layouts with states: rename it")
     if isinstance(page_tokens, dict):
         for key, tokens in page_tokens.items():
             if key not in names:
@@ -197,12 +210,13 @@ def form_groups(
                     f"page_tokens: there is no paged group {show(key)}, only {', '.join(names) or 'none'}"
                 )
             count(tokens, f"page_tokens of {key}")
-    elif page_tokens is not None and not names:
-        count(page_tokens, "page_tokens")
     # Where attention is compressed at several ratios, pages end where every ratio has a whole entry.
     together = math.lcm(*(storage.ratio for storage in members))
     sizes = {name: _page_tokens(name, storage, page_tokens, together) for name, storage in names.items()}
     resume_step = math.lcm(*sizes.values())
+    if not sizes:  # states alone: a boundary at every token would be too many
+        usual = isinstance(page_tokens, dict) or page_tokens is None
+        resume_step = _PAGE_TOKENS if usual else count(page_tokens, "page_tokens")
     if resume_step > LARGEST:
         raise ConfigError(
             "page_tokens: the least common multiple of the groups' page sizes is too large: "
@@ -214,13 +228,13 @@ def form_groups(
     ]
     if states:
         parts = tuple(tuple(part for kind in kinds for part in kind.state) for kinds in states.values())
-        checkpoint_bytes = sum(kind.checkpoint_bytes for kinds in states.values() for kind in kinds)
-        groups.append(StateGroup("state", tuple(states), parts, checkpoint_bytes))
+        groups.append(StateGroup(_STATE, tuple(states), parts, resume_step))
     return tuple(groups)
 
 
 def _page_tokens(name: str, storage: Storage, given: dict[str, int] | int | None, together: int) -> int:
-    usual = together if storage.ratio > 1 else _USUAL_PAGE_TOKENS.get(storage.name, 16)
+    usual = _LATENT_TOKENS if storage.name == "latent" else _PAGE_TOKENS
+    usual = together if storage.ratio > 1 else usual
     tokens = given.get(name, usual) if isinstance(given, dict) else usual if given is None else given
     count(tokens, f"page_tokens of {name}")
     if storage.ratio > 1 and tokens % together:

@@ -93,7 +93,7 @@ class Kind(ABC):
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of the state that a request needs to resume."""
-        return sum(part.num_bytes for part in self.state)
+        return sum(part.checkpoint_bytes for part in self.state)
 
     @abstractmethod
     def shard(self, ranks: int) -> Self:
@@ -202,7 +202,8 @@ class RingWindow(Kind):
     If `unaccepted` tokens are written before the first of them is accepted, the ring has `unaccepted` − 1
     more entries; otherwise a rollback would find its entries overwritten. Each entry has a position, −1 if it
     is empty, so that leftovers of an earlier request or a rollback are not mistaken for the window. A
-    checkpoint needs no positions, because its length is known."""
+    checkpoint keeps the entries that the next token reads, one fewer than `window`; their positions follow
+    from its length."""
 
     entry: Entry
     window: int
@@ -215,20 +216,17 @@ class RingWindow(Kind):
 
     def _ring(self) -> tuple[TensorSpec, ...]:
         # Scales are separate, so that the data of every entry is aligned for any size of the ring.
-        parts = [TensorSpec("window", (self.ring, self.entry.data_bytes), "uint8")]
-        if self.entry.scale_bytes:
-            parts.append(TensorSpec("window_scales", (self.ring, self.entry.scale_bytes), "uint8"))
-        return *parts, TensorSpec("positions", (self.ring,), "int32", -1)
+        kept, entry = self.window - 1, self.entry
+        parts = [TensorSpec("window", (self.ring, entry.data_bytes), "uint8", kept=kept)]
+        if entry.scale_bytes:
+            parts.append(TensorSpec("window_scales", (self.ring, entry.scale_bytes), "uint8", kept=kept))
+        positions = TensorSpec("positions", (self.ring,), "int32", -1, kept=kept, holds_positions=True)
+        return *parts, positions
 
     @cached_property
     def state(self) -> tuple[TensorSpec, ...]:
         """The ring as bytes, data and scales separately, and the position of each entry."""
         return self._ring()
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Bytes of the entries that the next token reads: one fewer than `window`."""
-        return (self.window - 1) * self.entry.num_bytes
 
     def shard(self, ranks: int) -> Self:
         """Return the layer itself: there is one KV head."""
@@ -242,7 +240,8 @@ class CompressedAttention(RingWindow):
     With `overlap` (CSA), an entry is computed from its own block of tokens and the previous one: the
     compressor keeps two blocks and two projections per token. Without (HCA), it keeps one block and one
     projection. `index` is the indexer's key of an entry, which has its own compressor. Compressors keep
-    values and scores in float32; scores begin at −inf."""
+    values and scores in float32; scores begin at −inf. Requests resume at the end of a block, so a checkpoint
+    keeps the last block with `overlap`, and nothing of a compressor without."""
 
     head_dim: int
     ratio: int
@@ -268,9 +267,10 @@ class CompressedAttention(RingWindow):
 
     def _compressor(self, name: str, dim: int) -> tuple[TensorSpec, TensorSpec]:
         shape = (self.compressor_tokens, dim * (2 if self.overlap else 1))
+        kept = self.ratio if self.overlap else 0
         return (
-            TensorSpec(f"{name}_values", shape, "float32"),
-            TensorSpec(f"{name}_scores", shape, "float32", float("-inf")),
+            TensorSpec(f"{name}_values", shape, "float32", kept=kept),
+            TensorSpec(f"{name}_scores", shape, "float32", float("-inf"), kept=kept),
         )
 
     @cached_property
@@ -279,13 +279,6 @@ class CompressedAttention(RingWindow):
         main = self._compressor("main", self.head_dim)
         index = self._compressor("index", self.index_dim) if self.index_dim else ()
         return (*self._ring(), *main, *index)
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Bytes that resuming at the end of a block needs: the window and, with overlap, the last block."""
-        compressors = self.state[len(self._ring()) :] if self.overlap else ()
-        token_bytes = sum(part.num_bytes // part.shape[0] for part in compressors)
-        return super().checkpoint_bytes + self.ratio * token_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

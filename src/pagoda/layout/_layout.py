@@ -12,7 +12,16 @@ from pagoda.errors import ArgumentError, ConfigError
 from pagoda.layout._groups import PagedGroup, StateGroup, form_groups
 from pagoda.layout._kinds import Kind, SharedAttention, Storage
 from pagoda.layout._numbers import count, integer
-from pagoda.layout._sizing import Budget, Mix, Running, divide, longest_request, max_requests, memory_for
+from pagoda.layout._sizing import (
+    CHECKPOINTS,
+    Budget,
+    Mix,
+    Running,
+    divide,
+    longest_request,
+    max_requests,
+    memory_for,
+)
 
 __all__ = ["Layout", "Need"]
 
@@ -34,8 +43,9 @@ class Layout:
     `layers` has one Kind per layer; a list of kinds if a layer stores several things (attention and a state),
     or an empty list if it stores nothing. `page_tokens` is the number of tokens per page, for all groups or
     by group name. The default is 16, for latent attention 64, and for compressed attention the least common
-    multiple of all ratios. Groups are not padded to a common page size. `name` and `context` (the longest
-    context that the model was made for) are informative.
+    multiple of all ratios. Groups are not padded to a common page size. A layout with states and no pages
+    resumes at multiples of `page_tokens`, 16 by default. `name` and `context` (the longest context that the
+    model was made for) are informative.
 
     Errors: ConfigError.
     """
@@ -158,8 +168,9 @@ class Layout:
 
     @cached_property
     def resume_step(self) -> int:
-        """Requests resume at multiples of this many tokens, where every group has whole pages."""
-        return self.paged_groups[0].resume_step if self.paged_groups else 1
+        """Requests resume at multiples of this many tokens, where every group has whole pages and states may
+        have a checkpoint."""
+        return self._groups[0].resume_step if self._groups else 1
 
     def resume_lengths(self, length: int) -> range:
         """Return the lengths above 0 at which a request of `length` tokens can resume; at least its last
@@ -207,19 +218,25 @@ class Layout:
                     "page_tokens"
                 )
         names = Layout(layers).paged_groups
-        return Layout(
-            layers, {g.name: sizes[g.storage] for g in names}, name=self._name, context=self._context
-        )
+        page_tokens = {g.name: sizes[g.storage] for g in names} or self.resume_step
+        return Layout(layers, page_tokens, name=self._name, context=self._context)
 
     def divide(
-        self, memory: int | str, mix: Mix, *, chunk: int = 1, checkpoints: int = 0, in_flight: int = 0
+        self,
+        memory: int | str,
+        mix: Mix,
+        *,
+        chunk: int = 1,
+        checkpoints: int = CHECKPOINTS,
+        in_flight: int = 0,
     ) -> Budget:
         """Divide memory between the groups so that as many requests as possible run at once.
 
         `memory` is a number of bytes or text such as '80GiB'. `mix` is the length of requests: one length, an
         iterable of lengths, or a mapping from lengths to weights. Each request counts with the most that it
-        holds while it grows. `checkpoints` is the number of checkpoints kept per request. Each counts as a
-        whole state, although it may need less (`checkpoint_bytes`).
+        holds while it grows. If the layout has states, the pool of checkpoints has a share of its own, with
+        `checkpoints` of `checkpoint_bytes` for each request; with 0, no request resumes. The default, 2, has
+        room for the end of a prompt and the end of its answer.
 
         A manager of this capacity runs these requests without a CapacityError if the engine works as follows.
         In step t, it reserves at most one token per request, except that some requests may share `chunk`
@@ -232,7 +249,13 @@ class Layout:
         return divide(self._groups, memory, mix, Running(chunk, checkpoints, in_flight))
 
     def max_requests(
-        self, memory: int | str, length: int, *, chunk: int = 1, checkpoints: int = 0, in_flight: int = 0
+        self,
+        memory: int | str,
+        length: int,
+        *,
+        chunk: int = 1,
+        checkpoints: int = CHECKPOINTS,
+        in_flight: int = 0,
     ) -> int:
         """Return how many requests of `length` tokens fit into `memory` at once, possibly 0.
 
@@ -241,7 +264,13 @@ class Layout:
         return max_requests(self._groups, memory, length, Running(chunk, checkpoints, in_flight))
 
     def memory_for(
-        self, requests: int, length: int, *, chunk: int = 1, checkpoints: int = 0, in_flight: int = 0
+        self,
+        requests: int,
+        length: int,
+        *,
+        chunk: int = 1,
+        checkpoints: int = CHECKPOINTS,
+        in_flight: int = 0,
     ) -> int:
         """Return the bytes needed for `requests` requests of `length` tokens at once, padding included.
 
@@ -250,7 +279,7 @@ class Layout:
         return memory_for(self._groups, requests, length, Running(chunk, checkpoints, in_flight))
 
     def longest_request(
-        self, memory: int | str, *, chunk: int = 1, checkpoints: int = 0, in_flight: int = 0
+        self, memory: int | str, *, chunk: int = 1, checkpoints: int = CHECKPOINTS, in_flight: int = 0
     ) -> int | None:
         """Return the length of the longest request that fits by itself; None if any length fits, 0 if
         none does.

@@ -1,7 +1,7 @@
-"""Divides memory between groups. In: groups, bytes, lengths of requests; out: the capacity of each group, and
-how many requests fit.
+"""Divides memory between pools: the pages of each paged group, the states, and the checkpoints. In: groups,
+bytes, lengths of requests; out: the capacity of each pool, and how many requests fit.
 
-Invariants: a Budget fits into its bytes, including one padding id per group; each group has room for the
+Invariants: a Budget fits into its bytes, including one padding id per pool; each pool has room for the
 longest request of the mix; no larger number of requests would fit."""
 
 from __future__ import annotations
@@ -13,22 +13,31 @@ from fractions import Fraction
 from typing import Any, TypeAlias
 
 from pagoda.errors import ConfigError
-from pagoda.layout._groups import PagedGroup, StateGroup, steps_held
+from pagoda.layout._groups import CHECKPOINT, PagedGroup, StateGroup, steps_held
 from pagoda.layout._numbers import LARGEST, as_integer, count, num_bytes, show, show_bytes
 
 __all__ = [
-    "Budget", "Groups", "Mix", "Running", "Share", "divide", "longest_request", "max_requests", "memory_for",
+    "CHECKPOINTS", "Budget", "Groups", "Mix", "Running", "Share", "divide", "longest_request", "max_requests",
+    "memory_for",
 ]  # fmt: skip
 
 Groups: TypeAlias = Sequence[PagedGroup | StateGroup]
 Mix: TypeAlias = Mapping[int, float | Fraction] | Mapping[int, int] | Iterable[int] | int
 
+# Default checkpoints per request: one at the end of its prompt, which an equal prompt resumes from, and one
+# at the end of its answer, which the next turn resumes from.
+CHECKPOINTS = 2
+
 
 @dataclass(frozen=True)
 class Share:
-    """A group's share of a budget: `num_units` pages or states that can be allocated, and their bytes, which
-    include one more unit for padding."""
+    """A pool's share of a budget: `num_units` pages, states or checkpoints that can be allocated, and their
+    bytes, which include one more unit for padding.
 
+    `name` is that of the group. The pool of checkpoints is named 'checkpoint', and its group is the group of
+    states."""
+
+    name: str
     group: PagedGroup | StateGroup
     num_units: int
     num_bytes: int
@@ -36,10 +45,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory divided between groups.
+    """Memory divided between pools.
 
     `requests` is how many requests of the mix run at once, as a fraction; `spare_bytes` are too few for
-    another page or state."""
+    more."""
 
     memory_bytes: int
     shares: tuple[Share, ...]
@@ -62,8 +71,8 @@ class Budget:
         return min(held, default=None)
 
     def capacity(self) -> dict[str, int]:
-        """Return the pages or states of each group, by name, as a Manager takes them."""
-        return {share.group.name: share.num_units for share in self.shares}
+        """Return the pages, states and checkpoints, by the name of their share, as a Manager takes them."""
+        return {share.name: share.num_units for share in self.shares}
 
 
 @dataclass(frozen=True)
@@ -89,18 +98,21 @@ def divide(groups: Groups, memory: int | str, mix: Mix, running: Running) -> Bud
     least = sum(demand.bytes_for(Fraction(0)) for demand in demands)
     if least > memory_bytes:
         longest = max(weights)
+        kept = sum(demand.units_for(Fraction(0)) for demand in demands if demand.name == CHECKPOINT)
         raise ConfigError(
             f"memory: a request of {longest:,} tokens needs {show_bytes(least)} of cache ({least:,} B), "
             f"but only {show_bytes(memory_bytes)} are available: give more memory or shorter requests"
+            + (", or fewer checkpoints" if kept else "")
         )
 
     def fits(requests: Fraction) -> bool:
         return sum(demand.bytes_for(requests) for demand in demands) <= memory_bytes
 
-    # The cost rises only where some group needs one more page or state, so the optimum is at such a point.
-    requests = max(demand.largest(fits, memory_bytes) for demand in demands)
+    # The cost rises only where some pool needs one more unit, so the optimum is at such a point.
+    requests = max(demand.largest(fits, memory_bytes) for demand in demands if demand.grows)
     shares = tuple(
-        Share(demand.group, demand.units_for(requests), demand.bytes_for(requests)) for demand in demands
+        Share(demand.name, demand.group, demand.units_for(requests), demand.bytes_for(requests))
+        for demand in demands
     )
     spare = memory_bytes - sum(share.num_bytes for share in shares)
     return Budget(memory_bytes, shares, requests, spare)
@@ -110,7 +122,7 @@ def max_requests(groups: Groups, memory: int | str, length: int, running: Runnin
     """As `Layout.max_requests`."""
     memory_bytes = num_bytes(memory)
     demands = _demands(groups, {count(length, "length"): Fraction(1)}, running)
-    low, high = 0, memory_bytes // min(demand.group.unit_bytes for demand in demands) + 1
+    low, high = 0, memory_bytes // min(demand.unit_bytes for demand in demands if demand.grows) + 1
     while high - low > 1:
         middle = (low + high) // 2
         fits = sum(demand.bytes_for(Fraction(middle)) for demand in demands) <= memory_bytes
@@ -122,7 +134,7 @@ def memory_for(groups: Groups, requests: int, length: int, running: Running) -> 
     """As `Layout.memory_for`."""
     demands = _demands(groups, {count(length, "length"): Fraction(1)}, running)
     if count(requests, "requests", low=0) == 0:
-        return sum(demand.group.unit_bytes for demand in demands)
+        return sum(demand.unit_bytes for demand in demands)
     return sum(demand.bytes_for(Fraction(requests)) for demand in demands)
 
 
@@ -169,19 +181,28 @@ class _Bound:
 
 @dataclass(frozen=True)
 class _Demand:
-    """What one group needs. Each bound is sufficient, so the smallest one counts."""
+    """What one pool needs, in units of `unit_bytes`. Each bound is sufficient, so the smallest one counts."""
 
+    name: str
     group: PagedGroup | StateGroup
+    unit_bytes: int
     bounds: tuple[_Bound, ...]
 
     @staticmethod
-    def of(group: PagedGroup | StateGroup, weights: Mapping[int, Fraction], running: Running) -> _Demand:
-        if isinstance(group, StateGroup):
-            return _Demand(group, (_Bound.of(weights, lambda length: 1 + running.checkpoints),))
+    def of_states(group: StateGroup, weights: Mapping[int, Fraction], running: Running) -> list[_Demand]:
+        one = _Bound.of(weights, lambda length: 1)
+        kept = _Bound.of(weights, lambda length: running.checkpoints)
+        return [
+            _Demand(group.name, group, group.state_bytes, (one,)),
+            _Demand(CHECKPOINT, group, group.checkpoint_bytes, (kept,)),
+        ]
+
+    @staticmethod
+    def of_pages(group: PagedGroup, weights: Mapping[int, Fraction], running: Running) -> _Demand:
         page = group.page_tokens
         whole = _Bound.of(weights, lambda length: -(-length // page))
         if group.window is None:
-            return _Demand(group, (whole,))
+            return _Demand(group.name, group, group.page_bytes, (whole,))
         # A request that gets one token per step holds `steps` tokens beyond its last commit. However a chunk
         # is distributed, all requests together get at most `more` tokens beyond that. In the worst case,
         # `enough` of them cost a request its first additional page, and every `page` tokens another one. A
@@ -196,7 +217,12 @@ class _Demand:
             bounds.append(
                 _Bound.of(weights, lambda length: group.peak_pages(length, lag), (more - enough) // page)
             )
-        return _Demand(group, tuple(bounds))
+        return _Demand(group.name, group, group.page_bytes, tuple(bounds))
+
+    @property
+    def grows(self) -> bool:
+        """Whether more requests cost more: not so for checkpoints that are not kept or have no bytes."""
+        return self.unit_bytes > 0 and all(bound.mean > 0 for bound in self.bounds)
 
     def units_for(self, requests: Fraction) -> int:
         """Return the units for `requests` average requests, and for at least one of the longest."""
@@ -204,15 +230,15 @@ class _Demand:
 
     def bytes_for(self, requests: Fraction) -> int:
         """Return the bytes of those units and of one more for padding."""
-        return (self.units_for(requests) + 1) * self.group.unit_bytes
+        return (self.units_for(requests) + 1) * self.unit_bytes
 
     def largest(self, fits: Callable[[Fraction], bool], memory_bytes: int) -> Fraction:
-        """Return the most requests that fit and need a whole number of this group's units."""
+        """Return the most requests that fit and need a whole number of this pool's units."""
 
         def requests_for(units: int) -> Fraction:
             return max(bound.requests_for(units) for bound in self.bounds)
 
-        low, high = 0, memory_bytes // self.group.unit_bytes + 1
+        low, high = 0, memory_bytes // self.unit_bytes + 1
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(requests_for(middle)) else (low, middle)
@@ -222,7 +248,13 @@ class _Demand:
 def _demands(groups: Groups, weights: Mapping[int, Fraction], running: Running) -> list[_Demand]:
     if not groups:
         raise ConfigError("the layout stores nothing, so any number of requests fits")
-    return [_Demand.of(group, weights, running) for group in groups]
+    demands: list[_Demand] = []
+    for group in groups:
+        if isinstance(group, StateGroup):
+            demands += _Demand.of_states(group, weights, running)
+        else:
+            demands.append(_Demand.of_pages(group, weights, running))
+    return demands
 
 
 def _read_mix(mix: Any) -> dict[int, Fraction]:

@@ -20,7 +20,8 @@ Int32 = npt.NDArray[np.int32]
 
 
 class Delta:
-    """The rows of one step, and the page copies and table writes to apply before it computes.
+    """The rows of one step, and what to apply before it computes: saves, restores, resets and copies of
+    states, page copies and table writes, in this order.
 
     `packed` is the complete delta, [words] int32, as sent to each rank. Everything else is a view of it.
     Two deltas are equal if their arrays are. Errors: ArgumentError for an array that is not a delta.
@@ -72,6 +73,26 @@ class Delta:
         return int(self.counts.sum())
 
     @property
+    def saves(self) -> tuple[Int32, Int32, Int32]:
+        """[saves] int32 each: rows, the tokens in their states, and the checkpoints to write."""
+        return self._section("save_rows"), self._section("save_lengths"), self._section("save_ids")
+
+    @property
+    def restores(self) -> tuple[Int32, Int32, Int32]:
+        """[restores] int32 each: rows, the tokens in their states, and the checkpoints to read."""
+        return self._section("restore_rows"), self._section("restore_lengths"), self._section("restore_ids")
+
+    @property
+    def resets(self) -> Int32:
+        """[resets] int32: rows whose state becomes that of a new request."""
+        return self._section("reset_rows")
+
+    @property
+    def state_copies(self) -> tuple[Int32, Int32]:
+        """[state copies] int32 each: rows whose state is copied, and the rows that get it."""
+        return self._section("state_sources"), self._section("state_targets")
+
+    @property
     def places(self) -> Int32:
         """[writes] int32: places to write in the page tables of all groups, without duplicates."""
         return self._section("places")
@@ -107,7 +128,9 @@ class Delta:
     def __repr__(self) -> str:
         copies = sum(len(sources) for sources, _ in self.copies)
         tokens, rows = counted(self.num_tokens, "token"), counted(len(self.rows), "row")
-        return (
-            f"Delta(step {self.step}: {tokens} of {rows}; "
-            f"{counted(len(self.places), 'table write')}, {counted(copies, 'page copy', 'page copies')})"
-        )
+        moves = (len(self.saves[0]), "save"), (len(self.restores[0]), "restore"), (len(self.resets), "reset")
+        states = [counted(n, name) for n, name in moves if n]
+        if n := len(self.state_copies[0]):
+            states.append(counted(n, "state copy", "state copies"))
+        pages = [counted(len(self.places), "table write"), counted(copies, "page copy", "page copies")]
+        return f"Delta(step {self.step}: {tokens} of {rows}; {', '.join([*states, *pages])})"

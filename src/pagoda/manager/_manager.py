@@ -11,7 +11,7 @@ from pagoda.layout import Layout
 from pagoda.layout._numbers import count
 from pagoda.manager._delta import Delta
 from pagoda.manager._tree import TreeView
-from pagoda.manager._values import GroupStats, Stats
+from pagoda.manager._values import CheckpointStats, GroupStats, Stats
 
 if TYPE_CHECKING:
     from pagoda._native import IdsLike
@@ -33,9 +33,13 @@ class Manager(ManagerCore):
                                                  └─► commit(rows, tokens), now or up to k steps later
         stored ≤ committed ≤ computed ≤ reserved: the four lengths of a row
 
+    If the layout has states, row r has running state r, `capacity["checkpoint"]` is the number of saved
+    states, and requests resume only where one was saved. A prefill is saved every `checkpoint_interval`
+    tokens, and where reuse is likely.
+
     Memory: 5 bytes per page of a row, 4 per prompt token until it is computed, 25 per page of a window group,
-    and that of the tree. Errors: ConfigError, also for layouts with states or sink tokens, which it does not
-    support.
+    76 per checkpoint, and that of the tree. Errors: ConfigError, also for layouts with sink tokens, which it
+    does not support.
     """
 
     layout: Layout
@@ -48,14 +52,11 @@ class Manager(ManagerCore):
         num_rows: int,
         max_tokens: int,
         watermark: int = 0,
+        checkpoint_interval: int = 1024,
     ) -> None:
         if not isinstance(layout, Layout):
             raise ConfigError(f"layout: give a Layout, not {type(layout).__name__}")
-        if layout.state_group is not None:
-            raise ConfigError("layout: it has states, but a Manager plans paged groups only")
-        if not isinstance(capacity, Mapping) or set(capacity) != {g.name for g in layout.groups}:
-            names = ", ".join(group.name for group in layout.groups)
-            raise ConfigError(f"capacity: give a mapping from each group ({names}) to its number of pages")
+        num_checkpoints = read_capacity(layout, capacity, count(num_rows, "num_rows"))
         specs: list[tuple[Any, ...]] = []
         for group in layout.paged_groups:
             if group.storage.sink_tokens:
@@ -68,7 +69,15 @@ class Manager(ManagerCore):
                 raise ConfigError(
                     f"watermark: {watermark} pages leave none of the {pages} of group {group.name}: give less"
                 )
-        super().__init__(specs, num_rows, max_tokens, watermark)
+        super().__init__(
+            specs,
+            layout.resume_step,
+            num_rows,
+            max_tokens,
+            watermark,
+            num_checkpoints,
+            count(checkpoint_interval, "checkpoint_interval"),
+        )
         self.layout = layout
 
     @property
@@ -91,8 +100,12 @@ class Manager(ManagerCore):
 
     def stats(self) -> Stats:
         """Return the pages of each group by state, the rows, and the hits so far."""
-        groups, *rest = self._counts()
-        return Stats(tuple(GroupStats(*group) for group in groups), *rest)
+        groups, rest, checkpoints = self._counts()
+        return Stats(
+            tuple(GroupStats(*group) for group in groups),
+            *rest,
+            None if checkpoints is None else CheckpointStats(*checkpoints),
+        )
 
     def __repr__(self) -> str:
         stats = self.stats()
@@ -100,3 +113,28 @@ class Manager(ManagerCore):
             f"{g.name}: {g.free + g.evictable} of {g.total} pages available" for g in stats.groups
         )
         return f"Manager({stats.rows} of {stats.num_rows} rows running; {available})"
+
+
+def read_capacity(layout: Layout, capacity: Mapping[str, int], num_rows: int) -> int | None:
+    """Check the names of a capacity, and return the number of checkpoints; None for a layout without states.
+
+    The number of states may be left out, since each row has one. Errors: ConfigError.
+    """
+    names = [group.name for group in layout.paged_groups]
+    has_states = layout.state_group is not None
+    if has_states:
+        names.append("checkpoint")
+    optional = {"state"} if has_states else set()
+    if not isinstance(capacity, Mapping) or set(capacity) - optional != set(names):
+        raise ConfigError(
+            f"capacity: give a mapping from each of {', '.join(names)} to its number of "
+            f"pages{' or checkpoints' if has_states else ''}"
+        )
+    if not has_states:
+        return None
+    if count(capacity.get("state", num_rows), "capacity of state", low=0) < num_rows:
+        raise ConfigError(
+            f"num_rows: {num_rows} rows need as many states, but capacity has {capacity['state']}: "
+            "give fewer rows"
+        )
+    return count(capacity["checkpoint"], "capacity of checkpoint", low=0)

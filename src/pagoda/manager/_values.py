@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["GroupStats", "Stats"]
+__all__ = ["CheckpointStats", "GroupStats", "Stats"]
 
 
 class GroupStats(NamedTuple):
@@ -19,6 +19,18 @@ class GroupStats(NamedTuple):
     waiting: int  # given up by requests, but their fence has not passed; some are cached
 
 
+class CheckpointStats(NamedTuple):
+    """Checkpoints by owner, free + cached + running = total, and what has happened to them so far."""
+
+    total: int
+    free: int
+    cached: int  # in the tree; each can be given up for a new one
+    running: int  # owned by running requests, whose tokens are not committed or who are still decoding
+    saved: int  # entered the tree
+    resumed: int  # a request was admitted with it
+    evicted: int  # given up for a new one, or together with pages
+
+
 class Stats(NamedTuple):
     """The state of a manager. `hit_tokens` of the `admitted_tokens` were cached."""
 
@@ -31,3 +43,4 @@ class Stats(NamedTuple):
     hit_tokens: int
     evicted_pages: int
     cached_tokens: int
+    checkpoints: CheckpointStats | None  # None for a layout without states

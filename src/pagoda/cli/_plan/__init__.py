@@ -17,14 +17,15 @@ Numbers of the object are integers, or have six decimals, rounded down::
     request_bytes           the sum of request_bytes over all groups
     resume_step             requests resume at multiples of this many tokens
     state_bytes, checkpoint_bytes
-                            bytes of a request's state; bytes of it that a checkpoint needs, although it
-                            takes a whole state of the budget. Both are null if there are no states
+                            bytes of a request's state; bytes of a checkpoint of it. Both are null if there
+                            are no states
     budget                  null without --memory, else:
         memory_bytes, weights_bytes, cache_bytes    of one rank; weights_bytes is null if not given
         mix                 [{tokens, share}]: the lengths for which memory is divided
-        chunk, checkpoints, in_flight               as given
-        shares              [{group, unit, units, bytes, percent}]; bytes include one more unit for padding
-        spare_bytes         too few for another page or state
+        chunk, checkpoints, in_flight               as given, or the default
+        shares              [{pool, unit ("page", "state" or "checkpoint"), units, bytes, percent}]; pool is
+                            the name of the group, or "checkpoint"; bytes include one more unit for padding
+        spare_bytes         too few for more
         tokens              that fit in total; null if no group keeps every token
         requests, requests_float                    requests of the mix at once, as an integer and a fraction
         context_requests, context_requests_float    the same if all requests had `context` tokens
@@ -47,6 +48,7 @@ from pagoda.cli._plan.asked import Asked, Division
 from pagoda.cli._plan.record import model_record, plan_record
 from pagoda.cli._tours.pen import Pen
 from pagoda.errors import ConfigError
+from pagoda.layout._sizing import CHECKPOINTS
 
 __all__ = ["configure", "run"]
 
@@ -78,7 +80,8 @@ OPTIONS = {
     "attention 128)",
     "--mix TOKENS:WEIGHT,...": "lengths of requests and their weights: 2k:3,32k:1 means three short requests "
     "for each long one (default: all are as long as --context)",
-    "--checkpoints N": "checkpoints kept per request; each takes as much memory as a state (default: 0)",
+    "--checkpoints N": f"checkpoints per request, if the model has states; without any, no cached prefix is "
+    f"reused (default: {CHECKPOINTS})",
     "--chunk TOKENS": "tokens of prefill per step; windows need more pages for them (default: 1)",
     "--in-flight STEPS": "steps that an engine starts before it has the results of the first; windows need "
     "more pages for them (default: 0)",

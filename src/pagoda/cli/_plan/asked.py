@@ -15,6 +15,7 @@ from typing import Any
 from pagoda.errors import ConfigError
 from pagoda.layout import Layout, from_hf, model_config, model_names
 from pagoda.layout._numbers import count, num_bytes, num_tokens, show_bytes
+from pagoda.layout._sizing import CHECKPOINTS
 from pagoda.tree._labels import clip
 
 __all__ = ["Asked", "Division", "visible"]
@@ -80,20 +81,25 @@ class Asked:
 
 @dataclass(frozen=True)
 class Division:
-    """The memory of one rank and how to divide it; `mix` is None if all requests are as long as the
-    context."""
+    """The memory of one rank and how to divide it; `mix` is None if all requests are as long as the context,
+    `given_checkpoints` if there are as many as by default."""
 
     memory_bytes: int
     weights_bytes: int | None
     mix: Mapping[int, Fraction] | None
     chunk: int
-    checkpoints: int
+    given_checkpoints: int | None
     in_flight: int
 
     @property
     def cache_bytes(self) -> int:
         """Memory without the weights."""
         return self.memory_bytes - (self.weights_bytes or 0)
+
+    @property
+    def checkpoints(self) -> int:
+        """Checkpoints per request."""
+        return CHECKPOINTS if self.given_checkpoints is None else self.given_checkpoints
 
     @property
     def running(self) -> dict[str, int]:
@@ -117,7 +123,9 @@ class Division:
             weights_bytes=weights_bytes,
             mix=None if options.mix is None else _mix(options.mix),
             chunk=1 if options.chunk is None else num_tokens(options.chunk, "--chunk"),
-            checkpoints=_count(options.checkpoints, "--checkpoints", low=0, usual=0),
+            given_checkpoints=None
+            if options.checkpoints is None
+            else _count(options.checkpoints, "--checkpoints", low=0, usual=CHECKPOINTS),
             in_flight=_count(options.in_flight, "--in-flight", low=0, usual=0),
         )
 

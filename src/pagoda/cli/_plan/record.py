@@ -79,8 +79,8 @@ def _budget(divided: Divided) -> dict[str, Any]:
         "in_flight": asked.in_flight,
         "shares": [
             {
-                "group": share.group.name,
-                "unit": "page" if isinstance(share.group, PagedGroup) else "state",
+                "pool": share.name,
+                "unit": "page" if isinstance(share.group, PagedGroup) else share.name,
                 "units": share.num_units,
                 "bytes": share.num_bytes,
                 "percent": round(100 * share.num_bytes / asked.cache_bytes, 1),

@@ -152,10 +152,9 @@ def _sizes(plan: Plan) -> list[Fact]:
         ("reuse", f"cached prefixes are reused {reuse}" + (", up to a checkpoint" if states else "")),
     ]
     if states:
-        state = show_bytes(states.state_bytes)
-        needs = f"needs {show_bytes(states.checkpoint_bytes)}, but takes a whole state, {state}"
-        whole = f"takes a whole state, {state}"
-        facts.append(("checkpoint", whole if states.checkpoint_bytes == states.state_bytes else needs))
+        size, state = show_bytes(states.checkpoint_bytes), show_bytes(states.state_bytes)
+        is_whole = states.checkpoint_bytes == states.state_bytes
+        facts.append(("checkpoint", f"{size}, {'a whole state' if is_whole else f'of a state of {state}'}"))
     stored = dtypes(layout)
     if stored["index"]:
         facts.append(("indexer", f"keys in {' + '.join(stored['index'])}"))
@@ -180,10 +179,10 @@ def _write_budget(plan: Plan, divided: Divided, pen: Pen) -> None:
         left = f"{memory} of memory − {weights} of weights = {left}"
     pen.say(pen.paint(BOLD, left + (" on each rank" if plan.asked.ranks > 1 else "")))
     pen.say()
-    zones = [Zone("", ["group", "pages or states"], ["group"]), Zone("", ["bytes", "share", ""], [""])]
+    zones = [Zone("", ["pool", "number"], ["pool"]), Zone("", ["bytes", "share", ""], [""])]
     rows = [
         [
-            share.group.name,
+            share.name,
             f"{share.num_units:,}",
             show_bytes(share.num_bytes),
             f"{100 * share.num_bytes / asked.cache_bytes:.1f}%",
@@ -216,10 +215,15 @@ def _fits(plan: Plan, divided: Divided) -> list[Fact]:
     facts.append(("longest", longest))
     tokens = "" if divided.more_tokens is None else f"{divided.more_tokens:,} tokens or "
     facts.append(("1 GiB more", f"adds {tokens}{_down(divided.more_requests, 3)} requests of {length}"))
-    facts.append(("padding", "one more page or state per group, included in its bytes"))
-    if asked.checkpoints:
-        kept = "a whole state each" if layout.state_group else "no effect: no layer has a state"
-        facts.append(("checkpoints", f"{asked.checkpoints:,} per request: {kept}"))
+    unit = "page" if layout.state_group is None else "page, state or checkpoint"
+    facts.append(("padding", f"one more {unit} per pool, included in its bytes"))
+    if layout.state_group is not None:
+        source = "the default" if asked.given_checkpoints is None else "as given"
+        without = "none: no cached prefix is reused"
+        kept = f"{asked.checkpoints:,} per request, {source}" if asked.checkpoints else without
+        facts.append(("checkpoints", kept))
+    elif asked.given_checkpoints:
+        facts.append(("checkpoints", "no effect: no layer has a state"))
     has_windows = any(group.window for group in layout.paged_groups)
     held = "windows need more pages" if has_windows else "no effect: no layer has a window in pages"
     if asked.chunk > 1:
