@@ -37,19 +37,18 @@ def intervals_of(paths: Paths) -> Intervals:
     """Return what can be chosen. The requests of one round start together and find nothing of each other."""
     last = np.full(paths.num_nodes, -1, np.int64)
     found: list[tuple[int, int, int, int]] = []
-    for first in range(0, len(paths.requests), paths.running):
-        together = paths.requests[first : first + paths.running]
-        now = first // paths.running
-        for t, path in enumerate(together, first):
-            rounds = last[path.nodes[: path.limit]]
+    request = 0
+    for now, together in enumerate(paths.rounds):
+        for path in together:
+            rounds = last[path.nodes[: path.last]]
             known = int(np.count_nonzero(rounds >= 0))  # all pages before a known one are known
             if known:
                 ends = np.append(np.flatnonzero(rounds[1:known] != rounds[: known - 1]), known - 1)
-                found += [(int(rounds[i]), now, t, (int(i) + 1) * paths.page_tokens) for i in ends]
+                found += [(int(rounds[i]), now, request, (int(i) + 1) * paths.page_tokens) for i in ends]
+            request += 1
         for path in together:
             last[path.nodes] = now
-    begin, end, request, value = np.array(found, np.int64).reshape(-1, 4).T
-    return Intervals(begin, end, request, value, -(-len(paths.requests) // paths.running))
+    return Intervals(*np.array(found, np.int64).reshape(-1, 4).T, num_rounds=len(paths.rounds))
 
 
 def bound(intervals: Intervals, checkpoints: int) -> int:
