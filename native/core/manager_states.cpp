@@ -30,7 +30,7 @@ std::vector<Manager::Cut> Manager::plan_cuts(const Prompt& prompt, const Match& 
   cuts.reserve(static_cast<size_t>((last - hit) / interval + 3));
   add(last, CheckpointKind::kFresh);  // or continued, as the row is
   int64_t next = (last - 1) / interval * interval;
-  if (match.found < last) {
+  if (match.found < last && match.goes_on) {  // otherwise the path found ends there, and is continued
     for (; next > match.found; next -= interval) add(next, CheckpointKind::kInterval);
     add(match.found, CheckpointKind::kBranch);
     if (next == match.found) next -= interval;
@@ -52,12 +52,13 @@ void Manager::start_state(int64_t number, const Match& match, int64_t num_tokens
   Request& request = this->request(number);
   request.cuts.swap(cuts);
   request.first_rolling = num_tokens;
+  // Also if the checkpoint at its end is lost.
+  request.is_continued = match.found > 0 && !match.goes_on;
   if (match.length == 0) {
     resets_.push_back(static_cast<int32_t>(number));
   } else {
     restores_.add(number, match.length, match.state_id);
     ++resumed_;
-    request.is_continued = is_tail(order_.kind(match.state_id));
     const int64_t further = match.found - match.length;
     const bool parts = match.goes_on && math_.page(num_tokens - 1) > math_.page(match.found);
     order_.resume(match.state_id, gap(match.state_id), further <= kNearTokens,
