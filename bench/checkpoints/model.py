@@ -1,7 +1,7 @@
 """A plain model of the manager's checkpoints: where states are saved, and where requests resume.
 
-In: paths, a number of checkpoints and an order. Out: for each request its hit and its saves. It plans what the real
-manager plans, call by call, so that both can be compared; pages are never evicted.
+In: paths, a number of checkpoints and an order. Out: for each request its hit, its cuts and its saves. It plans
+what the real manager plans, call by call, so that both can be compared. Pages are never evicted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Outcome:
 
 
 def stops(at: int, cuts: tuple[int, ...], prompt: int, total: int, chunk: int, page: int) -> Iterator[int]:
-    """Yield the lengths at which the steps of a request end: chunks and cuts, then whole pages of the answer."""
+    """Yield the lengths at which a request's steps end: chunks and cuts, then whole pages of the answer."""
     ahead = [*cuts, prompt]
     while at < prompt:
         while ahead[0] <= at:
@@ -99,7 +99,9 @@ class Model:
         parts = path.goes_on and path.found < path.last
         if hit:
             id, further = self._id_of[int(path.nodes[hit - 1])], path.found - hit
-            self.order.resume(id, self._gap(id), further * page <= NEAR_TOKENS, parts and further <= NEAR_PAGES)
+            self.order.resume(
+                id, self._gap(id), further * page <= NEAR_TOKENS, parts and further <= NEAR_PAGES
+            )
         kinds = {}
         tail = Kind.CONTINUED if path.found and not path.goes_on else Kind.FRESH
         if self.order.saves_intervals:

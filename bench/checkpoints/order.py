@@ -1,7 +1,7 @@
 """Which checkpoint is given up first: the manager's rule, written plainly, and least recently used.
 
-In: what happens to checkpoints. Out: the next one to go. docs/manager.md describes the rule. Given the same calls,
-`Rule` and the manager name the same ids: it also recomputes a worth only when the manager does.
+In: what happens to checkpoints. Out: the next one to go. docs/manager.md describes the rule. Given the same
+calls, `Rule` and the manager give up the same ids, so it recomputes a worth only when the manager does.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class LeastRecentlyUsed:
 class _Entry:
     kind: Kind
     inflation: float  # at its last use
+    used: int  # saves of tails and branch points until its last use
     is_resumed: bool = False
     is_second: bool = False
     key: tuple[float, int] = (0.0, 0)  # worth or closeness, and order of arrival
@@ -84,20 +85,25 @@ class Rule:
     saves_intervals = True
     prior = 16  # observations that are assumed of each kind
     most_observations = 2_000
-    refreshed = 2  # ids whose keys are recomputed per eviction, in turn: those that fell would not come up
+    lifetime = 8  # saves of tails and branch points, times the number of checkpoints, that the unused survive
 
     def __init__(self, num_ids: int) -> None:
         self._num_ids = num_ids
         self._entries: dict[int, _Entry] = {}
-        self._heaps: tuple[list[tuple[tuple[float, int], int]], ...] = ([], [])  # by class, with outdated keys
+        self._heaps: tuple[list[tuple[tuple[float, int], int]], ...] = (
+            [],
+            [],
+        )  # by class, with outdated keys
         self._saved = [float(self.prior)] * len(Kind)
         self._resumed = [self.prior * share for share in (0.4, 0.8, 0.8, 0.8)]
         self._inflation = 0.0
         self._clock = 0
+        self._saves = 0
         self._hand = 0
 
     def add(self, id: int, kind: Kind, gap: int) -> None:
-        self._entries[id] = _Entry(kind, self._inflation)
+        self._saves += kind != Kind.INTERVAL
+        self._entries[id] = _Entry(kind, self._inflation, self._saves)
         self._count_saved(kind)
         self._list(id, gap, is_second=kind == Kind.INTERVAL)
 
@@ -110,7 +116,7 @@ class Rule:
             entry.kind = Kind.BRANCH
             self._count_saved(Kind.BRANCH)
             self._resumed[Kind.BRANCH] += 1
-        entry.inflation = self._inflation
+        entry.inflation, entry.used = self._inflation, self._saves
         self._list(id, gap, is_second=entry.is_second and not parts)
 
     def supersede(self, id: int, gap: int) -> None:
@@ -121,19 +127,21 @@ class Rule:
         return None if entry.is_second else entry.kind in TAILS
 
     def give_up(self, also_first: bool, gap: Callable[[int], int]) -> int:
-        for _ in range(self.refreshed):
-            self._hand = self._hand % self._num_ids + 1
-            if self._hand in self._entries:
-                self._update(self._hand, gap(self._hand))
-        for is_second in (True, False) if also_first else (True,):
-            while id := self._first(is_second):
-                self._update(id, gap(id))
-                if self._first(is_second) == id:
-                    entry = self._entries.pop(id)
-                    if not is_second:
-                        self._inflation = max(self._inflation, entry.key[0])
-                    return id
+        # One in turn, since those whose worth fell would not come up.
+        self._hand = self._hand % self._num_ids + 1
+        if self._hand in self._entries:
+            self._update(self._hand, gap(self._hand))
+        while id := self._next(also_first):
+            self._update(id, gap(id))
+            if self._next(also_first) == id:
+                entry = self._entries.pop(id)
+                if not entry.is_second:
+                    self._inflation = max(self._inflation, entry.key[0])
+                return id
         return 0
+
+    def _next(self, also_first: bool) -> int:
+        return self._first(True) or (self._first(False) if also_first else 0)
 
     def _count_saved(self, kind: Kind) -> None:
         self._saved[kind] += 1
@@ -149,7 +157,9 @@ class Rule:
 
     def _update(self, id: int, gap: int) -> None:
         entry = self._entries[id]
-        if entry.is_second:
+        if self._saves - entry.used > self.lifetime * self._num_ids:
+            entry.is_second, worth = True, -1.0
+        elif entry.is_second:
             worth = float(gap.bit_length() - 1)
         else:
             worth = entry.inflation + self._resumed[entry.kind] / self._saved[entry.kind] * gap

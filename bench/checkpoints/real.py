@@ -1,13 +1,13 @@
 """The real manager, driven by a workload without a model and without pools.
 
-In: a workload and a number of checkpoints. Out: for each request its hit, its cuts and its saves. There are pages for
-everything, so that only checkpoints are short.
+In: a workload and a number of checkpoints. Out: for each request its hit, its cuts and its saves. There are
+pages for everything, so that only checkpoints are short.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -46,7 +46,9 @@ def _admit(manager: Manager, request: Request, workload: Workload) -> _Row:
     tokens = np.concatenate((request.prompt, request.answer))
     row, hit, _ = admitted = manager.admit(request.prompt)
     manager.reserve(row, len(request.answer))
-    lengths = stops(hit, admitted.cuts, len(request.prompt), len(tokens), workload.chunk, workload.page_tokens)
+    lengths = stops(
+        hit, admitted.cuts, len(request.prompt), len(tokens), workload.chunk, workload.page_tokens
+    )
     return _Row(row, tokens, hit, lengths, Outcome(hit, admitted.cuts))
 
 

@@ -1,4 +1,4 @@
-"""The manager's checkpoints against the plain model of bench/checkpoints: the same hits, cuts, saves and ids."""
+"""The manager's checkpoints against a plain model, bench/checkpoints: the same hits, cuts, saves and ids."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from bench.checkpoints import real
 from bench.checkpoints.model import Model
 from bench.checkpoints.order import Rule
 from bench.checkpoints.paths import paths_of
 from bench.checkpoints.workloads import PAGE, Request, Workload, seeded
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from profiles import examples
 
 
