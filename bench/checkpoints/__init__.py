@@ -1,7 +1,7 @@
 """Hits of a model with states: the manager's checkpoints beside a bound that knows the future, and LRU.
 
-In: seeds of workloads, and a recorded trace. Out: hit tokens as a share of the bound, by number of checkpoints.
-No model and no pools: only what the manager plans. The figures are the same on every machine.
+In: seeds of workloads, and a recorded trace. Out: hit tokens as a share of the bound, by number of
+checkpoints. No model and no pools: only what the manager plans. The figures are the same on every machine.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 In: paths and a number of checkpoints. Out: tokens that no placement and no order of eviction can exceed.
 
-A request that resumes at a length needs a checkpoint there. It must exist since the last earlier request that
-computed this length, because only such a request can have saved it. So every hit keeps one checkpoint from that
-request until its own. Of all lengths that the same request computed last, the deepest is worth most, and the
-others are dropped. What is left is a choice of intervals: at most one per request, at most as many at any time
-as there are checkpoints, with the greatest sum of lengths. All intervals of a request end at it, so this is a
-flow through time, and the linear program has a solution in whole numbers.
+A request that resumes at a length needs a checkpoint there. It must exist since the last earlier request
+that computed this length, because only such a request can have saved it. So every hit keeps one checkpoint
+from that request until its own. Of all lengths that the same request computed last, the deepest is worth
+most, and the others are dropped. What is left is a choice of intervals: at most one per request, at most as
+many at any time as there are checkpoints, with the greatest sum of lengths. All intervals of a request end at
+it, so this is a flow through time, and the linear program has a solution in whole numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Intervals:
-    """What can be chosen: `value` tokens for a request of round `end`, if a checkpoint is kept since `begin`."""
+    """What can be chosen: `value` tokens in round `end`, if a checkpoint is kept since round `begin`."""
 
     begin: Int64
     end: Int64
@@ -59,8 +59,8 @@ def bound(intervals: Intervals, checkpoints: int) -> int:
     num, rounds = len(intervals.value), intervals.num_rounds
     if not num:
         return 0
-    # kept[k] checkpoints between round k and the next: those kept before, less those that end at k, plus those
-    # that begin at k. Variables: one per interval, then kept[0 … rounds - 1].
+    # kept[k] checkpoints between round k and the next: those kept before, less those that end at k, plus
+    # those that begin at k. Variables: one per interval, then kept[0 … rounds - 1].
     each, ones, time = np.arange(num), np.ones(num), np.arange(rounds)
     rows = np.concatenate((intervals.begin, intervals.end, time, time[1:]))
     columns = np.concatenate((each, each, num + time, num + time[:-1]))

@@ -1,7 +1,7 @@
 """A plain model of the manager's checkpoints: where states are saved, and where requests resume.
 
-In: paths, a number of checkpoints and an order. Out: for each request its hit, its cuts and its saves. It plans
-what the real manager plans, call by call, so that both can be compared. Pages are never evicted.
+In: paths, a number of checkpoints and an order. Out: for each request its hit, its cuts and its saves. It
+plans what the real manager plans, call by call, so that both can be compared. Pages are never evicted.
 """
 
 from __future__ import annotations

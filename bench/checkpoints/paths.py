@@ -1,7 +1,7 @@
 """Requests as paths in the tree of all pages that were ever computed.
 
-In: a workload. Out: for each request the numbers of its pages, where equal prefixes have equal pages, and what
-a page match finds. Pages are never evicted here, so that none of this depends on checkpoints.
+In: a workload. Out: for each request the numbers of its pages, where equal prefixes have equal pages, and
+what a page match finds. Pages are never evicted here, so that none of this depends on checkpoints.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def chains(seed: int) -> Iterator[Request]:
 
 
 def agents(seed: int) -> Iterator[Request]:
-    """64 agents over a shared prompt of 4k tokens, 24 turns or 60k tokens each; a tenth of the turns go back."""
+    """64 agents over a shared prompt of 4k tokens, 24 turns or 60k tokens each; a tenth of turns go back."""
     words = _Words(seed)
     shared = words.tokens(4_096)
     # What each agent was told before each of its turns, the latest last: a turn goes back to one of them.
@@ -134,8 +134,8 @@ def chats_and_scans(seed: int) -> Iterator[Request]:
 def trace(path: Path) -> Iterator[Request]:
     """A recorded stream: one JSON object per line with `input_length` and `hash_ids`, one per block of 512.
 
-    Equal ids mean equal blocks after equal blocks. Answers are not recorded: where a later prompt contains one,
-    its blocks have new ids. So these requests have no answers.
+    Equal ids mean equal blocks after equal blocks. Answers are not recorded: where a later prompt contains
+    one, its blocks have new ids. So these requests have no answers.
     """
     inside = np.arange(BLOCK, dtype=np.int32)
     with gzip.open(path, "rt") as lines:
