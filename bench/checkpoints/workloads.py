@@ -98,12 +98,12 @@ def agents(seed: int) -> Iterator[Request]:
 
 
 def chats(seed: int) -> Iterator[Request]:
-    """40 chats over 8 system prompts of 1k to 8k tokens, 6 to 12 turns, interleaved by a Zipf law."""
+    """40 chats over 8 system prompts of 1k to 8k tokens, 6 to 12 turns, interleaved by Zipf's law."""
     words = _Words(seed)
     systems = [words.some(1_024, 8_192) for _ in range(8)]
     told = [systems[words.between(0, 7)] for _ in range(40)]
     turns = [words.between(6, 12) for _ in told]
-    weights = 1 / np.arange(1, 41) ** 2
+    weights = 1 / np.arange(1, 41)
     while any(turns):
         p = weights * (np.array(turns) > 0)
         i = int(words.rng.choice(40, p=p / p.sum()))
