@@ -88,7 +88,8 @@ class Model:
     def _before(self, id: int) -> int:
         """Return the length of the checkpoint before this one."""
         nodes, length = self._place_of[id]
-        return self._last(nodes[: length - 1])
+        near = max(0, length - 1 - NEAR_PAGES)  # usually there is one: interval points are no further apart
+        return near + found if (found := self._last(nodes[near : length - 1])) else self._last(nodes[:near])
 
     def _gap(self, id: int) -> int:
         return (self._place_of[id][1] - self._before(id)) * self.paths.page_tokens
