@@ -91,13 +91,13 @@ def _share(outcomes: list[Outcome], most: int) -> float:
 
 
 def _mean(name: str, rows: list[Row], goal: int) -> Row:
-    shares = {key: round(fmean(row[key] for row in rows), 1) for key in rows[0] if key.endswith("%")}
+    shares = {key: fmean(row[key] for row in rows) for key in rows[0] if key.endswith("%")}
     lowest = min(row["manager, %"] for row in rows)
     return {
         "workload": name,
         "checkpoints": rows[0]["checkpoints"],
         "seeds": len(rows),
-        **shares,
+        **{key: round(share, 1) for key, share in shares.items()},
         "lowest seed, %": round(lowest, 1),
         "at least": goal,
         "": "met" if shares["manager, %"] >= goal else "missed",

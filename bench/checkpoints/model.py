@@ -124,6 +124,8 @@ class Model:
             return
         kind = row.tail if is_rolling else row.kinds[pages]
         own = row.rolling[1] if is_rolling and row.rolling else 0
+        if is_rolling and not own:
+            self._supersede(row.path.nodes[: pages - 1])
         if self._free:
             id = heapq.heappop(self._free)
             row.replaced = own
@@ -165,13 +167,16 @@ class Model:
             return
         self._id_of[node], self._place_of[id], self._has[node] = id, (nodes, length), True
         self.order.add(id, kind, self._gap(id))
-        if kind not in TAILS:
-            return
-        # The tail that this one continues, with nothing of the first class between them.
-        while before := self._before(id):
-            id = self._id_of[int(nodes[before - 1])]
+        if kind in TAILS:
+            self._supersede(nodes[: length - 1])
+
+    def _supersede(self, nodes: Nodes) -> None:
+        """Supersede the tail that one at the end of this path continues, with no first class between them."""
+        while length := self._last(nodes):
+            id = self._id_of[int(nodes[length - 1])]
             is_tail = self.order.is_tail(id)
             if is_tail:
                 self.order.supersede(id, self._gap(id))
             if is_tail is not None:
                 break
+            nodes = nodes[: length - 1]

@@ -343,6 +343,7 @@ class Manager {
   // Gives the tree the saves whose tokens are committed.
   void keep_saves(int64_t number);
   void keep(int64_t number, const Save& save);
+  void supersede_tail(int32_t id);
   // The row ends: the tree gets its last rolling save.
   void end_saves(int64_t number);
   // The row's saves are of no use any more.

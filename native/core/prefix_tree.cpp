@@ -412,12 +412,10 @@ void PrefixTree::remove_checkpoint(int32_t state_id) {
   if (!has_full_) prune(node);
 }
 
-Checkpoint PrefixTree::checkpoint_before(int32_t state_id) const {
-  const auto [own, length] = spots_[state_id];
-  int64_t before = length - 1;
-  for (int32_t node = own; !nodes_[node].is_root(); node = nodes_[node].parent) {
+Checkpoint PrefixTree::last_checkpoint_up(int32_t node, int64_t length) const {
+  for (; !nodes_[node].is_root(); node = nodes_[node].parent) {
     const auto& all = checkpoints_[static_cast<size_t>(node)];
-    const auto after = std::upper_bound(all.begin(), all.end(), before,
+    const auto after = std::upper_bound(all.begin(), all.end(), length,
                                         [](int64_t at, const Checkpoint& each) { return at < each.length; });
     if (after != all.begin()) return *std::prev(after);
   }

@@ -225,7 +225,13 @@ class PrefixTree {
   bool has_checkpoint(int32_t state_id) const { return spots_[state_id].length > 0; }
   bool is_lost_checkpoint(int32_t state_id) const { return is_lost(spots_[state_id].node); }
   int64_t checkpoint_length(int32_t state_id) const { return spots_[state_id].length; }
-  Checkpoint checkpoint_before(int32_t state_id) const;
+  Checkpoint checkpoint_before(int32_t state_id) const {
+    return last_checkpoint_up(spots_[state_id].node, spots_[state_id].length - 1);
+  }
+  // The last followed checkpoint on the path of a lease, at most at this length; {0, -1} if there is none.
+  Checkpoint last_checkpoint(LeaseId lease, int64_t length) const {
+    return last_checkpoint_up(require(lease).node, length);
+  }
   // Turns a followed page into a hole, even if it is protected. O(1).
   void punch_page(int set, int32_t id);
   // Gives a followed page another id, which is not in the tree, even if it is protected. O(1).
@@ -388,6 +394,7 @@ class PrefixTree {
   void store(Insertion& job, bool grows);
   void store_keys(const Insertion& job, const Run& run);
   void add_checkpoints(const Insertion& job);
+  Checkpoint last_checkpoint_up(int32_t node, int64_t length) const;
   // Moves the lease and renews what was used; returns how far the sequence is usable now.
   int64_t settle(const Insertion& job);
 
