@@ -42,6 +42,7 @@ SHARED = {
     "lengths": Declared("rows", torch.int32),
     "query_start_loc": Declared("rows", torch.int32, extra=1),
     "positions": Declared("tokens", torch.int64),
+    "batch_indices": Declared("tokens", torch.int32),
 }
 PER_GROUP = {
     "slot_mapping": Declared("tokens", torch.int64),
@@ -323,6 +324,11 @@ class _Rows(_Views[Array]):
         """[tokens] int64: the position of each token of the step in its row; padding 0."""
         return self._view("positions")
 
+    @property
+    def batch_indices(self) -> Array:
+        """[tokens] int32: where the row of each token is in `rows`; padding −1. As FlashInfer appends."""
+        return self._view("batch_indices")
+
     def __getitem__(self, name: str) -> GroupBatch[Array]:
         if name not in self._buffers.geometries:
             names = ", ".join(self._buffers.geometries)
@@ -361,6 +367,12 @@ class Batch(_Rows[torch.Tensor]):
     def device(self) -> torch.device:
         """The device of the tensors."""
         return self._buffers.device
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The largest length of a row, and the most tokens that a row computes, as the host knows them."""
+        delta = self._delta
+        return int(delta.lengths.max(initial=0)), int(delta.counts.max(initial=0))
 
     def require_current(self) -> None:
         """Raise a StaleError if the buffers have been filled again, and so are about another step."""
