@@ -31,18 +31,24 @@ class StepModel(Protocol):
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, and what has become of it. `text` is the prompt and the answer so far."""
+    """A prompt to be answered with `num_new` tokens, and what has become of it."""
 
-    text: list[int]
-    num_tokens: int  # of text when the request is done
+    prompt: list[int]
+    num_new: int
     row: int = 0  # 0 while it is not running
     hits: list[int] = field(default_factory=list)  # of each time it was admitted
     cuts: tuple[int, ...] = ()
     logits: list[torch.Tensor] = field(default_factory=list)  # [vocabulary], behind each answered token
 
+    answer: list[int] = field(default_factory=list)
+
+    @property
+    def text(self) -> list[int]:
+        return self.prompt + self.answer
+
     @property
     def is_done(self) -> bool:
-        return len(self.text) == self.num_tokens
+        return len(self.answer) == self.num_new
 
 
 class Engine:
@@ -81,7 +87,7 @@ class Engine:
 
     def generate(self, prompts: Sequence[Sequence[int]], num_new: int) -> list[Request]:
         """Answer prompts side by side, as many at a time as fit, in their order."""
-        requests = [Request(list(prompt), len(prompt) + num_new) for prompt in prompts]
+        requests = [Request(list(prompt), num_new) for prompt in prompts]
         self.waiting += requests
         self.run()
         return requests
@@ -113,7 +119,7 @@ class Engine:
         logits = self.model.forward(self.pools, self.pools.batch(delta), tokens)
         for (request, _), end, row_logits in zip(planned, delta.lengths.tolist(), logits, strict=True):
             if end == len(request.text):
-                request.text.append(int(row_logits.argmax()))
+                request.answer.append(int(row_logits.argmax()))
                 request.logits.append(row_logits)
         steps = [(request, request.row, part) for (request, _), part in zip(planned, parts, strict=True)]
         self._in_flight.append((delta.step, steps))
@@ -133,8 +139,7 @@ class Engine:
         rows = self.manager.fork(request.row, len(suffixes))
         forks = []
         for row, suffix in zip(rows.tolist(), suffixes, strict=True):
-            text = [*request.text[:length], *suffix]
-            forks.append(Request(text, len(text) + num_new, row))
+            forks.append(Request([*request.text[:length], *suffix], num_new, row))
         self.running += forks
         return forks
 

@@ -67,7 +67,9 @@ class Qwen3Next:
                 pages = pools.tables[layer.group.name][row, : -(-length // size)].long()
                 slots = (pages[:, None] * size + torch.arange(size)).flatten()[:length]
                 assert layer.values is not None
-                memory.update(layer.keys[slots].transpose(0, 1)[None], layer.values[slots].transpose(0, 1)[None])
+                memory.update(
+                    layer.keys[slots].transpose(0, 1)[None], layer.values[slots].transpose(0, 1)[None]
+                )
         return cache
 
 
@@ -101,7 +103,9 @@ class DeepseekV4:
         num_tokens = len(hidden)
         cos, sin = position_embeddings[module.rope_layer_type]
         residual = module.q_a_norm(module.q_a_proj(hidden))
-        q = module.q_b_norm(module.q_b_proj(residual).view(1, num_tokens, -1, module.head_dim).transpose(1, 2))
+        q = module.q_b_norm(
+            module.q_b_proj(residual).view(1, num_tokens, -1, module.head_dim).transpose(1, 2)
+        )
         q = apply_rotary_pos_emb(q, cos, sin)[0]  # [heads, T, dim]
         kv = module.kv_norm(module.kv_proj(hidden))[None, None]
         keys, mask = self._window(step, batch, request, apply_rotary_pos_emb(kv, cos, sin)[0, 0])
