@@ -21,9 +21,12 @@ WINDOW, CSA, HCA, BLOCK, HEAD, ROPE, INDEX = 12, 4, 8, 16, 32, 8, 16
 MAX_TOKENS = 96
 
 
-def model_of(device: str, topk: int) -> PreTrainedModel:
-    """Window alone, HCA and CSA layers; whatever begins as zeros or ones is random, so that it counts."""
+def model_of(device: str, topk: int, num_layers: int | None = None) -> PreTrainedModel:
+    """Window alone, HCA and CSA layers, all or the first ones; whatever begins as zeros or ones is random, so
+    that it counts."""
     config = tiny_config("deepseek_v4", torch.float32)
+    config.num_hidden_layers = config.num_hidden_layers if num_layers is None else num_layers
+    config.layer_types = config.layer_types[:num_layers]
     config.head_dim, config.index_head_dim, config.index_topk = HEAD, INDEX, topk
     config.index_n_heads = 16  # with few heads many entries score 0, and which of them are the best is open
     config.sliding_window = WINDOW

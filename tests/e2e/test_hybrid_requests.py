@@ -25,6 +25,7 @@ class Judge:
     def __init__(self, model: Any, plain: Any, tolerance: float) -> None:
         self.model, self.plain, self.tolerance = model, plain, tolerance
         self.page: int = model.layout.resume_step
+        self.unneeded: list[str] = []  # EDITS that change nothing
         self._said: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}
 
     def engine(self, num_pages: int = 60, num_checkpoints: int = 30, **options: Any) -> Engine:
@@ -63,6 +64,7 @@ class Judge:
         if key not in self._said:
             said = self.plain.generate(
                 torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt)),  # without it, token 0 is taken for padding
                 max_new_tokens=num_new,
                 do_sample=False,
                 eos_token_id=None,  # no token ends an answer
@@ -75,13 +77,19 @@ class Judge:
 
 
 def qwen3_next() -> Judge:
-    # Weights are scaled up, so that answers depend on all of a prompt; and rounding with them.
+    # Weights are scaled up, so that answers depend on all of a prompt. So is rounding: two ways to split a
+    # prompt differ by up to 6e-4 without a cache of ours.
     return Judge(Qwen3Next(sharp_model("qwen3_next"), 8), sharp_model("qwen3_next"), 2e-3)
 
 
 def deepseek_v4() -> Judge:
-    model, plain = model_of("cpu", 4), model_of("cpu", 4)
-    return Judge(DeepseekV4(model, cache_config().layout()), plain, 1e-5)
+    # A layer of each kind: window alone, HCA, CSA.
+    model, plain = (model_of("cpu", 4, num_layers=3) for _ in range(2))
+    config = cache_config()
+    judge = Judge(DeepseekV4(model, config.layout(config.schedule()[:3])), plain, 1e-5)
+    # A new request reads nothing of its row's state that it has not written: all is found by position.
+    judge.unneeded = ["no resets"]
+    return judge
 
 
 @pytest.fixture(scope="module", params=[qwen3_next, deepseek_v4], ids=lambda make: make.__name__)
@@ -113,33 +121,35 @@ def test_requests_resume_at_every_length(judge: Judge):
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_the_next_turn_of_a_chat_resumes_behind_the_answer(judge: Judge, delay: int):
-    engine, page = judge.engine(delay=delay), judge.page
-    turns = engine.generate([judge.text(1, 4, seed=0)], page + 1)
-    for seed, num_new in ((1, 3), (2, page), (3, 3)):
+    engine = judge.engine(delay=delay)
+    turns = engine.generate([judge.text(2, -3, seed=0)], 6)
+    for seed, length, num_new in ((1, 4, 2), (2, judge.page - 4, 7), (3, 5, 2)):
         before = turns[-1].text
-        turns += engine.generate([[*before, *judge.text(0, 5, seed)]], num_new)
+        turns += engine.generate([[*before, *judge.text(0, length, seed)]], num_new)
         # The last token of an answer is not computed.
         assert turns[-1].hits == [judge.last_resume(before)]
     assert turns[1].hits[0] > judge.last_resume(turns[0].prompt)
     judge.require_same(turns)
 
 
-@pytest.mark.parametrize("delay", [0, 2])
-@pytest.mark.parametrize("chunks", [(1,), (7, 13, 2, 30, 1)], ids=["token by token", "uneven"])
+@pytest.mark.parametrize(
+    ("chunks", "delay"),
+    [((1,), 0), ((7, 13, 2, 30, 1), 0), ((7, 13, 2, 30, 1), 2)],
+    ids=["token by token", "uneven", "uneven, late commits"],
+)
 def test_any_chunks_that_end_at_cuts_give_the_same_hits(judge: Judge, chunks: tuple[int, ...], delay: int):
     engine, page = judge.engine(chunks=chunks, delay=delay), judge.page
-    prompt, other = judge.text(3, 3, seed=0), judge.text(2, 1, seed=1)
+    prompt, other = judge.text(2, 2, seed=0), judge.text(1, 1, seed=1)
     branch = [*prompt[: page + 2], *other]
     requests = [engine.generate([text], 2)[0] for text in (prompt, other, prompt, branch, branch)]
-    assert [request.hits[0] // page for request in requests] == [0, 0, 3, 0, 3]
+    assert [request.hits[0] // page for request in requests] == [0, 0, 2, 0, 2]
     judge.require_same(requests)
 
 
-@pytest.mark.parametrize("delay", [0, 2])
-@pytest.mark.parametrize(("pages", "more", "hit"), [(2, 0, 4), (4, 0, 4), (1, 1, 0), (5, 0, 5)], ids=str)
-def test_chunks_that_miss_cuts_resume_before_them(judge: Judge, pages: int, more: int, hit: int, delay: int):
+@pytest.mark.parametrize(("pages", "more", "hit"), [(2, 0, 4), (4, 0, 4), (1, 1, 0), (5, 0, 5)])
+def test_chunks_that_miss_cuts_resume_before_them(judge: Judge, pages: int, more: int, hit: int):
     """Of cuts after 2, 4 and 5 pages, only those where a chunk ends are saved."""
-    engine = judge.engine(chunks=(pages * judge.page + more,), keeps_cuts=False, delay=delay)
+    engine = judge.engine(chunks=(pages * judge.page + more,), keeps_cuts=False, delay=hit % 4)
     prompt = judge.text(5, 3, seed=0)
     requests = engine.generate([prompt], 2)
     assert requests[0].cuts == tuple(n * judge.page for n in (2, 4, 5))
@@ -149,14 +159,14 @@ def test_chunks_that_miss_cuts_resume_before_them(judge: Judge, pages: int, more
 
 
 def family(judge: Judge) -> list[list[int]]:
-    """Prompts of which some share one page, others two, and one nothing."""
+    """Prompts of which some share one page, others two, and one nothing. Some end shortly before a page."""
     page, root = judge.page, judge.text(2, 0, seed=0)
     return [
-        [*root, *judge.text(1, 3, seed=1)],
+        [*root, *judge.text(2, -3, seed=1)],
         [*root[: page + 3], *judge.text(1, 0, seed=2)],
-        judge.text(1, 5, seed=3),
+        judge.text(2, -2, seed=3),
         [*root, *judge.text(0, 3, seed=4)],
-        [*root, *judge.text(1, 1, seed=5)],
+        [*root, *judge.text(1, -1, seed=5)],
         [*root[: page + 3], *judge.text(1, 2, seed=6)],
     ]
 
@@ -164,28 +174,24 @@ def family(judge: Judge) -> list[list[int]]:
 @pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("keeps_cuts", [True, False], ids=["cuts", "no cuts"])
 def test_requests_run_side_by_side(judge: Judge, keeps_cuts: bool, delay: int):
-    engine = judge.engine(num_rows=3, chunks=(9, 4, 17), keeps_cuts=keeps_cuts, delay=delay)
+    chunks = judge.page, 3, 2 * judge.page - 3
+    engine = judge.engine(num_rows=3, chunks=chunks, keeps_cuts=keeps_cuts, delay=delay)
     prompts = family(judge)
     requests = engine.generate(prompts, 5)
     again = engine.generate(prompts[::-1], 5)[::-1]
     if keeps_cuts:
         assert [request.hits for request in again] == [[judge.last_resume(prompt)] for prompt in prompts]
+    assert any(request.hits[0] for request in again)
     judge.require_same([*requests, *again])
-    assert engine.manager.stats().hit_tokens > 0
 
 
-@pytest.mark.parametrize("delay", [0, 2])
-@pytest.mark.parametrize("num_checkpoints", [0, 1, 3])
+@pytest.mark.parametrize(("num_checkpoints", "delay"), [(0, 0), (1, 0), (3, 0), (3, 2)])
 def test_checkpoints_are_evicted(judge: Judge, num_checkpoints: int, delay: int):
     engine = judge.engine(num_checkpoints=num_checkpoints, num_rows=2, delay=delay)
     requests = []
     for prompt in family(judge):
         requests += engine.generate([prompt, prompt[::-1]], 2)
         requests += engine.generate([prompt], 2)
-        assert (
-            requests[-1].hits == [judge.last_resume(prompt) if num_checkpoints > 1 else 0]
-            or num_checkpoints == 1
-        )
     stats = engine.manager.stats()
     assert stats.checkpoints is not None
     assert (stats.checkpoints.evicted > 0) == (stats.hit_tokens > 0) == (num_checkpoints > 0)
@@ -195,31 +201,37 @@ def test_checkpoints_are_evicted(judge: Judge, num_checkpoints: int, delay: int)
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_pages_are_evicted_and_requests_preempted(judge: Judge, delay: int):
-    engine = judge.engine(num_pages=8, num_rows=3, chunks=(judge.page + 3,), delay=delay)
-    prompts = family(judge)
-    requests = engine.generate([*prompts, *prompts[:3]], judge.page + 2)
-    stats = engine.manager.stats()
-    assert stats.evicted_pages > 0
-    assert stats.hit_tokens > 0
+    """Four rows fill all pages with their prompts, and each needs one more for its answer."""
+    engine = judge.engine(num_pages=8, delay=delay)
+    root = judge.text(1, 0, seed=0)
+    prompts = [judge.text(2, -2, seed) for seed in (1, 2, 3, 4)]
+    prompts += [[*root, *judge.text(1, -2, seed)] for seed in (5, 6, 7)]
+    requests = engine.generate(prompts, 5)
     assert engine.num_preempted > 0
+    assert engine.manager.stats().evicted_pages > 0
+    for prompt in (prompts[0], prompts[-1], prompts[-1]):
+        requests += engine.generate([prompt], 3)
+    assert requests[-1].hits == [judge.page]
     judge.require_same(requests)
 
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_forks_continue_with_the_state_of_their_parent(judge: Judge, delay: int):
-    """In the middle of a page, whose copy each fork gets, and of the parent's prompt and answer."""
+    """From the middle of a page, of which each gets a copy: in the parent's prompt, and in its answer."""
     engine, page = judge.engine(num_rows=6, delay=delay, chunks=(11, 6, 20)), judge.page
-    parent = Request(judge.text(3, 2, seed=0), page + 4)
+    parent = Request(judge.text(3, -2, seed=0), 6)
     engine.waiting.append(parent)
     engine.step()
     forks = engine.fork(parent, [judge.text(0, 4, seed=1), judge.text(1, 2, seed=2)], 3)
-    while len(parent.answer) < 4:
+    while len(parent.answer) < 2:
         engine.step()
-    forks += engine.fork(parent, [judge.text(0, 3, seed=3), judge.text(0, 1, seed=4)], page)
+    forks += engine.fork(parent, [judge.text(0, 1, seed=3), judge.text(0, 2, seed=4)], 5)
+    assert [len(fork.prompt) for fork in forks[2:]] == [3 * page, 3 * page + 1]
     engine.run()
     judge.require_same([parent, *forks])
     turns = engine.generate([[*fork.text, 5, 6] for fork in forks[2:]], 2)
-    assert [turn.hits for turn in turns] == [[judge.last_resume(fork.text)] for fork in forks[2:]]
+    # The second fork ran past the end of the page in one step.
+    assert [turn.hits for turn in turns] == [[3 * page], [2 * page]]
     judge.require_same(turns)
 
 
@@ -287,10 +299,14 @@ def test_a_delta_that_is_not_carried_out_is_noticed(judge: Judge, name: str):
     requests += engine.generate([judge.text(1, 3, seed=1)], 3)
     requests += engine.generate([prompt], 3)
     assert requests[-1].hits == [2 * judge.page]
-    parent = Request(judge.text(1, 5, seed=2), 4)
+    parent = Request(judge.text(1, 9, seed=2), 4)
     engine.waiting.append(parent)
-    engine.step()
+    while not parent.answer:
+        engine.step()
     requests += [parent, *engine.fork(parent, [judge.text(0, 2, seed=3)], 3)]
     engine.run()
     error = judge.error(requests)
-    assert error < judge.tolerance if name == "nothing" else error > 10 * judge.tolerance
+    if name == "nothing" or name in judge.unneeded:
+        assert error < judge.tolerance
+    else:
+        assert error > 10 * judge.tolerance
