@@ -78,7 +78,7 @@ def pages() -> None:
         fused.write_table(ints(40)[offset:], 16 - offset, offset, n, ints(40)[offset:])
     for at, value in ((0, -1), (3, 1), (16, 2**31 - 1)):  # any numbers, one kernel
         fused._launch_set.compiled.clear()
-        fused.set_table(ints(40)[at % 3 :], at, value, 20, at)
+        fused.set_table(ints(40)[at % 3 :], at, value, ints(40)[at % 2 :], 20, at)
     outs = [torch.zeros(3, 32, dtype=torch.uint8) for _ in range(4)]
     gather_fused.gather(ints(3), buffers, addresses, 16, outs, addresses)
 

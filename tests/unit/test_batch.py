@@ -645,7 +645,7 @@ def test_buffers_that_cannot_be_used_are_refused(buffers: Any, said: str):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"max_step_tokens": 0}, "max_step_tokens"),
+        ({"max_step_tokens": -1}, "max_step_tokens"),
         ({"max_step_tokens": 1.5}, "max_step_tokens"),
         ({"kernel_page_tokens": {"full": 3}}, "give a divisor of the group's page_tokens = 16, not 3"),
         ({"kernel_page_tokens": {"full": 32}}, "give a divisor"),
@@ -662,6 +662,14 @@ def test_sizes_of_batches_that_cannot_be_are_refused(change: dict[str, Any], sai
     sizes = {"num_rows": 4, "max_tokens": 64, **change}
     with pytest.raises(ConfigError, match=said):
         Pools(Layout([layer_of()], 16), {"full": 1}, device="cpu", **sizes)
+
+
+def test_pools_without_batches_have_no_buffers_for_them():
+    case = decoding(max_step_tokens=0)
+    # Only the first of the counts of rows and of indices: where the list of the first row would begin.
+    assert sum(buffer.nbytes for buffer in buffers_of(case.pools).values()) == 2 * 4
+    with pytest.raises(ArgumentError, match="more than max_step_tokens = 0"):
+        case.pools.batch(case.delta)
 
 
 def test_memory_of_batches_is_counted():

@@ -37,6 +37,7 @@ class Region(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of a row."""
         return math.prod(self.tensor.shape[1:]) * self.tensor.element_size()
 
     @property
@@ -46,10 +47,12 @@ class Region(NamedTuple):
 
     @property
     def kept_cells(self) -> int:
+        """Cells of a row that a checkpoint keeps."""
         return 1 if self.kept is None else self.kept
 
     @property
     def cell_bytes(self) -> int:
+        """Bytes of a cell."""
         return self.row_bytes // self.cells
 
     @property

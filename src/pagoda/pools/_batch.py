@@ -107,7 +107,8 @@ class BatchBuffers:
                 self.tensors[name] = given[name]
             else:
                 self.tensors[name] = filled(shape, dtype, device)
-        if len(set(self.addresses())) < len(names):
+        places = [tensor.data_ptr() for tensor in self.tensors.values() if tensor.numel()]
+        if len(set(places)) < len(places):
             raise ConfigError("buffers: two names have the same memory: give each a tensor of its own")
         self._shared = tuple(self.tensors[name] for name in SHARED)
         self.num_fills = 0  # a batch is stale once there was another
@@ -141,8 +142,10 @@ class BatchBuffers:
     def shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of a whole buffer."""
         what, geometry = self.declared(name)
-        sizes = {"rows": self.max_rows, "tokens": self.max_tokens}
-        length = geometry.max_indices if geometry and what.length == "indices" else sizes[what.length]
+        sizes = {"rows": self.max_rows, "tokens": self.max_tokens, "indices": 0}
+        if geometry and self.max_rows:
+            sizes["indices"] = geometry.max_indices
+        length = sizes[what.length]
         if geometry is not None and what.wide:
             return (length, geometry.width), what.dtype
         return (length + what.extra,), what.dtype

@@ -19,6 +19,7 @@ from pagoda.errors import ArgumentError, ConfigError, InvariantError
 from pagoda.layout import Layout, PagedGroup, RingWindow
 from pagoda.layout._numbers import count
 from pagoda.manager import Delta
+from pagoda.manager._manager import read_capacity
 from pagoda.pools._arguments import filled, number, refuse_capture, resolve_device
 from pagoda.pools._batch import Batch, BatchBuffers, Geometry, Sizes
 from pagoda.pools._checkpoints import CheckpointPool
@@ -50,7 +51,8 @@ class Pools:
     and `checkpoints` are their pools; otherwise both are None. The state of row r is state r, so
     `capacity["state"]` may be omitted; it is at least num_rows.
 
-    `max_step_tokens` is the most tokens that one step computes. These arguments are mappings by group name:
+    `max_step_tokens` is the most tokens that one step computes; with 0, no batch can be made, and there are
+    no buffers for batches. These arguments are mappings by group name:
     `kernel_page_tokens`, the page size of kernels where it is smaller than the group's; `max_indices`, the
     most page indices of a batch, by default enough for all rows at their longest; `k_scale` and `v_scale`,
     the scales of fp8 groups. `buffers` has the caller's own tensors for batches by name (`positions`,
@@ -79,12 +81,12 @@ class Pools:
         names = [group.name for group in groups]
         self.layout = layout
         self.num_rows = count(num_rows, "num_rows")
-        num_checkpoints = _num_checkpoints(layout, capacity, names, self.num_rows)
+        num_checkpoints = read_capacity(layout, capacity, self.num_rows)
         self.max_tokens = count(max_tokens, "max_tokens")
         self.max_step_tokens = (
             max(self.num_rows, min(self.max_tokens, STEP_TOKENS))
             if max_step_tokens is None
-            else count(max_step_tokens, "max_step_tokens")
+            else count(max_step_tokens, "max_step_tokens", low=0)
         )
         self.device = resolve_device(device)
         geometries = _geometries(
@@ -122,8 +124,9 @@ class Pools:
             self.tables = {
                 name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)
             }
+        max_rows = self.num_rows if self.max_step_tokens else 0
         self._buffers = BatchBuffers(
-            geometries, self.num_rows, self.max_step_tokens, self.device, dict(buffers or {})
+            geometries, max_rows, self.max_step_tokens, self.device, dict(buffers or {})
         )
         self._layers = [self._make_layer(number) for number in range(len(layout.layers))]
         self._at = self._addresses()
@@ -396,21 +399,6 @@ def _groups_of(layout: Any) -> tuple[PagedGroup, ...]:
     if not layout.groups:
         raise ConfigError("layout: it has no groups, so there is nothing to store")
     return layout.paged_groups
-
-
-def _num_checkpoints(layout: Layout, capacity: Any, names: list[str], num_rows: int) -> int | None:
-    """Return the number of checkpoints, None without states. Errors: ConfigError for other names."""
-    wanted = names if layout.state_group is None else [*names, "checkpoint"]
-    if not isinstance(capacity, Mapping) or set(capacity) - ({"state"} - set(names)) != set(wanted):
-        pages = f"the number of pages of each group: {', '.join(names)}"
-        checkpoints = "the number of checkpoints: checkpoint"
-        given = [pages] * bool(names) + [checkpoints] * (layout.state_group is not None)
-        raise ConfigError(f"capacity: give {', and '.join(given)}")
-    if layout.state_group is None:
-        return None
-    if count(capacity.get("state", num_rows), "capacity of state", low=0) < num_rows:
-        raise ConfigError(f"capacity of state: give at least num_rows = {num_rows}: each row has a state")
-    return count(capacity["checkpoint"], "capacity of checkpoint", low=0)
 
 
 def _by_group(given: Any, names: list[str], name: str) -> Mapping[str, Any]:
