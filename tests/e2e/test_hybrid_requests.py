@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers.models.deepseek_v4", reason="needs a transformers with DeepSeek-V4")
-
 from differential.judge import sharp_model
-from differential.test_hybrid_model import cache_config, model_of
 from differential.tiny_models import VOCABULARY
 from e2e.hybrid_driver import Engine, Request
-from e2e.hybrid_models import DeepseekV4, Qwen3Next
+from e2e.qwen3_next import Qwen3Next
 from pagoda import Delta
 from unit.deltas import delta_of
 
@@ -83,6 +80,10 @@ def qwen3_next() -> Judge:
 
 
 def deepseek_v4() -> Judge:
+    pytest.importorskip("transformers.models.deepseek_v4", reason="needs a transformers with DeepSeek-V4")
+    from differential.hybrid_model import cache_config, model_of
+    from e2e.deepseek_v4 import DeepseekV4
+
     # A layer of each kind: window alone, HCA, CSA.
     model, plain = (model_of("cpu", 4, num_layers=3) for _ in range(2))
     config = cache_config()
