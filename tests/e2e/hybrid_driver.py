@@ -52,9 +52,13 @@ class Request:
 
 
 class Engine:
-    """Runs requests to their ends. `chunks` are the most tokens of a prompt that a row computes in one step,
-    one after the other; `keeps_cuts` says whether chunks end at cuts. `edit` may change a delta before the
-    pools see it, so that tests can show that they would notice."""
+    """Runs requests to their ends.
+
+    `chunks` are the most tokens of a prompt that a row computes in one step, one after the other; `keeps_cuts`
+    says whether chunks end at cuts. If it `waits`, a request is not admitted while another computes what it
+    could hit. `edit` may change a delta before the pools see it, so that tests can show what they would
+    notice.
+    """
 
     def __init__(
         self,
@@ -67,6 +71,7 @@ class Engine:
         delay: int = 0,
         chunks: Sequence[int] = (64,),
         keeps_cuts: bool = True,
+        waits: bool = False,
         edit: Callable[[Delta], Delta] | None = None,
     ) -> None:
         self.model = model
@@ -78,7 +83,7 @@ class Engine:
             checkpoint_interval=checkpoint_interval,
         )
         self.pools = Pools(model.layout, capacity, num_rows=num_rows, max_tokens=max_tokens, device="cpu")
-        self.delay, self.keeps_cuts, self.edit = delay, keeps_cuts, edit
+        self.delay, self.keeps_cuts, self.waits, self.edit = delay, keeps_cuts, waits, edit
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preempted = 0
@@ -97,8 +102,7 @@ class Engine:
         while self.waiting or self.running:
             self.step()
         self.drain()
-        self._apply(self.manager.plan())
-        self.manager.pass_fence(self.manager.step - 1)
+        self._idle()
         self.manager.check()
         self.pools.check()
 
@@ -137,9 +141,10 @@ class Engine:
         self.drain()
         length = self.manager.committed(request.row)
         rows = self.manager.fork(request.row, len(suffixes))
-        forks = []
-        for row, suffix in zip(rows.tolist(), suffixes, strict=True):
-            forks.append(Request([*request.text[:length], *suffix], num_new, row))
+        forks = [
+            Request([*request.text[:length], *suffix], num_new, row)
+            for row, suffix in zip(rows.tolist(), suffixes, strict=True)
+        ]
         self.running += forks
         return forks
 
@@ -152,10 +157,12 @@ class Engine:
     def _admit(self) -> None:
         while self.waiting:
             text = self.waiting[0].text
+            if self.waits and self.manager.pending(text):
+                return
             if not self.manager.can_admit(text):
                 if self.running or self._in_flight:
                     return
-                self.manager.pass_fence(self.manager.step - 1)
+                self._idle()
             request, admitted = self.waiting.pop(0), self.manager.admit(text)
             request.row, request.cuts = admitted.row, admitted.cuts
             request.hits.append(admitted.hit)
@@ -178,6 +185,12 @@ class Engine:
             self.waiting.append(request)
             return 0
         return count
+
+    def _idle(self) -> None:
+        """Plan a step that computes nothing, so that planned saves are carried out and rows and pages that
+        wait for a fence are free."""
+        self._apply(self.manager.plan())
+        self.manager.pass_fence(self.manager.step - 1)
 
     def _apply(self, delta: Delta) -> Delta:
         delta = delta if self.edit is None else self.edit(delta)

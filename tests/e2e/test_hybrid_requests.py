@@ -186,6 +186,15 @@ def test_requests_run_side_by_side(judge: Judge, keeps_cuts: bool, delay: int):
     judge.require_same([*requests, *again])
 
 
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_request_waits_for_what_another_computes(judge: Judge, delay: int):
+    engine, prompt = judge.engine(waits=True, delay=delay), judge.text(4, 3, seed=0)
+    branch = [*prompt[: 3 * judge.page + 1], *judge.text(0, 3, seed=1)]
+    requests = engine.generate([prompt, prompt, branch], 3)
+    assert [request.hits for request in requests] == [[0], [4 * judge.page], [2 * judge.page]]
+    judge.require_same(requests)
+
+
 @pytest.mark.parametrize(("num_checkpoints", "delay"), [(0, 0), (1, 0), (3, 0), (3, 2)])
 def test_checkpoints_are_evicted(judge: Judge, num_checkpoints: int, delay: int):
     engine = judge.engine(num_checkpoints=num_checkpoints, num_rows=2, delay=delay)
