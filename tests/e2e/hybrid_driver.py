@@ -54,10 +54,10 @@ class Request:
 class Engine:
     """Runs requests to their ends.
 
-    `chunks` are the most tokens of a prompt that a row computes in one step, one after the other; `keeps_cuts`
-    says whether chunks end at cuts. If it `waits`, a request is not admitted while another computes what it
-    could hit. `edit` may change a delta before the pools see it, so that tests can show what they would
-    notice.
+    `chunks` are the most tokens of a prompt that a row computes in one step, one after the other, and
+    `keeps_cuts` says whether chunks end at cuts. If it `waits`, a request is not admitted while another
+    computes what it could hit. `edit` may change a delta before the pools see it, so that tests can show what
+    they would notice.
     """
 
     def __init__(
