@@ -346,12 +346,13 @@ class PrefixTree {
   void link(int32_t node);    // into its parent's children and the table
   void remove(int32_t node);  // an unprotected leaf
   void free_root_if_empty(int32_t root);
-  // Splits a node and returns the upper half.
+  // Splits a node and returns the upper half. Memory has been reserved.
   int32_t split(int32_t node, int64_t at);
   // Joins halves of a run again, from a node upwards, if nothing distinguishes them any more. Otherwise a prompt that
   // was found at many lengths would stay in many pieces.
   void rejoin(int32_t node);
-  void join(int32_t upper, int32_t lower);
+  // False if there is no memory for it.
+  bool join(int32_t upper, int32_t lower);
   int32_t end_at(Place place) {
     return place.depth < nodes_[place.node].end() ? split(place.node, place.depth) : place.node;
   }
@@ -450,6 +451,8 @@ class PrefixTree {
   GrowArray<Owner> owners_;
   bool has_full_ = false;                             // whether some column has no window
   std::vector<std::vector<Checkpoint>> checkpoints_;  // with states: by node, ascending
+  std::vector<std::vector<Checkpoint>> spares_;       // for splits: one per node that was reserved
+  size_t most_checkpoints_ = 0;                       // of any node so far: the room in each spare
   // Where each followed checkpoint is; length 0 if it is not in the tree.
   struct Spot {
     int32_t node;

@@ -143,6 +143,7 @@ void PrefixTree::add_checkpoints(const Insertion& job) {
     auto& all = checkpoints_[static_cast<size_t>(node)];
     all.insert(std::find_if(all.begin(), all.end(), [&](const Checkpoint& c) { return c.length > checkpoint.length; }),
                checkpoint);
+    most_checkpoints_ = std::max(most_checkpoints_, all.size());
     ++states_.total;
     if (nodes_[node].locks > 0) ++states_.locked;
   }

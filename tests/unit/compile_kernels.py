@@ -114,7 +114,7 @@ def batches() -> None:
             last_page_len=ints(8),
             begins=ints(8),
         )
-        out = ints(8), ints(8), ints(9), torch.zeros(max_tokens, dtype=torch.int64)
+        out = ints(8), ints(8), ints(9), torch.zeros(max_tokens, dtype=torch.int64), ints(max_tokens)
         for groups in ([group], [group, group]):
             prepared = batch_fused.prepare(groups, torch.device("cpu"))
             for num_rows in (0, 1, 2, 7):
@@ -131,9 +131,13 @@ def entries() -> None:
     tokens = Tokens(ints(2), ints(3), ints(3))
     for entry in ENTRIES.values():
         entries_of(Codec.of(entry), entry.page_bytes(32), tokens)
+    of_batches = tokens._replace(positions=torch.zeros(3, dtype=torch.int64))
+    entry = next(iter(ENTRIES.values()))
+    entries_of(Codec.of(entry), entry.page_bytes(32), of_batches)
     for few in (_tokens_fused._FEW_TOKENS, 0):  # small batches, and large ones
         _tokens_fused._FEW_TOKENS = few
         compressors(tokens)
+        compressors(of_batches)
 
 
 def entries_of(codec: Codec, page_bytes: int, tokens: Tokens) -> None:
