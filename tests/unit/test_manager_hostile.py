@@ -652,7 +652,9 @@ def test_any_head_of_a_delta(changes: list[tuple[int, int]], cut: int | None, ta
 @settings(max_examples=200, deadline=None)
 @given(
     num_groups=st.integers(0, 4),
-    sections=st.lists(st.tuples(st.integers(0, 18), st.integers(0, 3), st.integers(0, 60), st.integers(0, 8))),
+    sections=st.lists(
+        st.tuples(st.integers(0, 18), st.integers(0, 3), st.integers(0, 60), st.integers(0, 8))
+    ),
     num_words=st.integers(0, 60),
 )
 def test_any_directory_of_a_delta(num_groups: int, sections: list[tuple[int, int, int, int]], num_words: int):
