@@ -1,4 +1,4 @@
-"""Running states and checkpoints as the tokens they have seen, moved by deltas alone. In: deltas; out: states.
+"""States and checkpoints as the tokens they have seen, moved by deltas alone. In: deltas; out: states.
 
 A state that is wrong, or of another length than the delta says, fails where it is used.
 """

@@ -339,7 +339,7 @@ def test_a_decoding_row_saves_over_its_own_checkpoint_when_ids_are_short():
 
 
 def test_rolling_saves_of_several_steps_in_flight():
-    """Tokens are committed two steps late: the last boundary that is committed at the end goes to the tree."""
+    """Tokens are committed late: the last boundary that is committed at the end goes to the tree."""
     engine = Engine()
     got = engine.admit(tokens(4))
     engine.prefill(got)
