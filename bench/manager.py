@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.samples import CLOCK_NS, each_of_batch, now, stats
-from pagoda.layout import FullAttention, Layout, WindowAttention
+from pagoda.layout import FullAttention, GatedDelta, Layout, WindowAttention
 from pagoda.manager import Manager
 
 Row = dict[str, Any]
@@ -27,19 +27,29 @@ RUNNING = 16  # requests in the figure by length
 SAMPLES = 40
 REPEATS = 4  # fresh managers; the minimum of each statistic is kept
 WORST = (256, 1_024, 4_096)
+CHECKPOINTS = (1_000, 10_000, 100_000)
+STATE = GatedDelta(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
 STEPS = 40 * PAGE  # in the figure of single steps: rows of such contexts begin a new chunk ten times
 
 FIGURES = {
     "batch": "a decode step by number of requests, contexts of 1,000 tokens; best median / p99 of all",
     "worst": "single decode steps, contexts of 1,000 tokens; median / p99 / max of a run, minimum of each",
     "length": f"by context: a step of {RUNNING} requests, one request's chunk, admission, fork, release",
+    "states": "with a state group and without, contexts of 1,000 tokens; a hit of 1,504 of 2,000 tokens",
+    "checkpoints": "a request of 36 tokens that saves one checkpoint, by number of checkpoints; µs",
 }
 
 
 def run() -> None:
     from bench.measure import save, table
 
-    figures: dict[str, Callable[[], list[Row]]] = {"batch": by_batch, "worst": by_worst, "length": by_length}
+    figures: dict[str, Callable[[], list[Row]]] = {
+        "batch": by_batch,
+        "worst": by_worst,
+        "length": by_length,
+        "states": by_states,
+        "checkpoints": by_checkpoints,
+    }
     rows: list[Row] = []
     for name, title in FIGURES.items():
         # In turn, so that a noisy minute affects all of them.
@@ -59,7 +69,83 @@ def goals(rows: list[Row]) -> list[Row]:
             us = row["step, µs"]["best_us"]
             met = "met" if us <= 30 else "missed"
             found.append({"goal": "256 requests by one token, µs", "measured": us, "at most": 30.0, "": met})
+    without, with_states = (row for row in rows if row["figure"] == "states")
+    for name in ("step of 256, µs", "admit, µs"):
+        ratio = round(with_states[name]["best_us"] / without[name]["best_us"], 2)
+        met = "met" if ratio <= 1.5 else "missed"
+        found.append({"goal": f"{name}: with states / without", "measured": ratio, "at most": 1.5, "": met})
+    most = max((row for row in rows if row["figure"] == "checkpoints"), key=lambda row: row["checkpoints"])
+    us = round(most["evicting, µs"]["p50_us"] - most["with free ones, µs"]["p50_us"], 2)
+    met = "met" if us <= 2 else "missed"
+    name = f"eviction at {most['checkpoints']:,} checkpoints, µs"
+    found.append({"goal": name, "measured": us, "at most": 2.0, "": met})
     return found
+
+
+def by_states() -> list[Row]:
+    found = []
+    for has_states in (False, True):
+        manager, rows = running(256, 1_000, 0, checkpoints=1_024 if has_states else None)
+        row: Row = {"states": "yes" if has_states else "no", "step of 256, µs": step_cost(manager, rows)}
+        row["admit, µs"] = hit_cost(manager)
+        found.append(row)
+    return found
+
+
+def hit_cost(manager: Manager) -> dict[str, Any]:
+    """Time prompts of 2,000 tokens of which 1,504 are cached."""
+    rng = np.random.default_rng(6)
+    samples = []
+    for _ in range(SAMPLES):
+        first = random_tokens(rng, 1_505)
+        row = manager.admit(first).row
+        manager.plan(row, 1_504)
+        manager.commit(row, first[:1_504])
+        manager.release(row)
+        manager.pass_fence(manager.plan().step)
+        tokens = np.concatenate((first[:1_504], random_tokens(rng, 496)))
+        begin = now()
+        admitted = manager.admit(tokens)
+        samples.append(now() - begin)
+        assert admitted.hit == 1_504, admitted
+        manager.release(admitted.row)
+        manager.pass_fence(manager.plan().step)
+    return stats(samples)
+
+
+def by_checkpoints(counts: tuple[int, ...] = CHECKPOINTS) -> list[Row]:
+    found = []
+    for n in counts:
+        row: Row = {"checkpoints": n}
+        for name, capacity in (("with free ones, µs", 3 * n), ("evicting, µs", n)):
+            row[name] = save_cost(n, capacity)
+        found.append(row)
+    return found
+
+
+def save_cost(n: int, capacity: int) -> dict[str, Any]:
+    """Time requests of 36 tokens, of which 3 in 10 repeat an earlier one, after 2 n others."""
+    layout = Layout([FullAttention(kv_heads=8, k_dim=128, v_dim=128), STATE], PAGE)
+    manager = Manager(layout, {"full": 8 * n, "checkpoint": capacity}, num_rows=2, max_tokens=64)
+    rng = np.random.default_rng(7)
+    prompts = random_tokens(rng, 2 * n, 36)
+    order = np.where(
+        rng.random(2 * n) < 0.7, np.arange(2 * n), (rng.random(2 * n) * np.arange(2 * n)).astype(int)
+    )
+    samples = []
+    for which in order.tolist():
+        tokens = prompts[which]
+        begin = now()
+        admitted = manager.admit(tokens)
+        at = admitted.hit
+        for cut in (*admitted.cuts, 36):
+            manager.plan(admitted.row, cut - at)
+            manager.commit(admitted.row, tokens[at:cut])
+            at = cut
+        manager.release(admitted.row)
+        manager.pass_fence(manager.step - 1)
+        samples.append(now() - begin)
+    return stats(samples[-min(n, 20_000) :])
 
 
 def by_batch(batches: tuple[int, ...] = BATCHES) -> list[Row]:
@@ -98,20 +184,24 @@ def measured(length: int, windows: int) -> Row:
 
 
 def running(
-    batch: int, length: int, windows: int, *, own_length: bool = True
+    batch: int, length: int, windows: int, *, own_length: bool = True, checkpoints: int | None = None
 ) -> tuple[Manager, npt.NDArray[np.int32]]:
-    """Return a manager and its running rows, of random tokens.
+    """Return a manager and its running rows, of random tokens; with states if it has checkpoints.
 
     `own_length`: rows are up to a page longer, so that their pages fill in different steps.
     """
     layers: list[Any] = [FullAttention(kv_heads=8, k_dim=128, v_dim=128)]
     for i in range(windows):  # different sizes, because equal layers share a group
         layers.append(WindowAttention(kv_heads=8, k_dim=128, v_dim=128 + i, window=WINDOW))
+    if checkpoints is not None:
+        layers.append(STATE)
     layout = Layout(layers, PAGE)
     longest = length + max(STEPS, SAMPLES * PAGE) + 2 * PAGE + CHUNK * 4
     # Enough for every row at its longest, one more prompt, and forks.
     pages = (batch + 2) * -(-longest // PAGE)
-    capacity = {group.name: pages for group in layout.groups}
+    capacity = {group.name: pages for group in layout.paged_groups}
+    if checkpoints is not None:
+        capacity["checkpoint"] = checkpoints
     manager = Manager(layout, capacity, num_rows=batch + 4, max_tokens=longest)
     more = np.random.default_rng(3).integers(PAGE, size=batch) * own_length
     rows = []

@@ -333,8 +333,9 @@ nb::object counts(const Managed& self) {
     checkpoints = nb::make_tuple(core.num_checkpoints(), found.free, found.cached, found.running, found.saved,
                                  found.resumed, found.evicted);
   }
-  return nb::make_tuple(groups, stats.rows, stats.waiting_rows, core.num_rows(), stats.admitted, stats.tokens,
-                        stats.hits, stats.evicted, core.tree().tokens().total, checkpoints);
+  const nb::tuple rest = nb::make_tuple(stats.rows, stats.waiting_rows, core.num_rows(), stats.admitted, stats.tokens,
+                                        stats.hits, stats.evicted, core.tree().tokens().total);
+  return nb::make_tuple(groups, rest, checkpoints);
 }
 
 nb::list namespaces(const Managed& self) {
@@ -402,7 +403,8 @@ Pages that its own hit would lock do not count as evictable. Errors: as `admit`,
 
 At least one token is left to compute. `reserve` is the number of tokens after the hit that get slots, by default all
 of `tokens`; `max_hit` limits the hit. With `read=False` the request uses no cached pages, and with `store=False` nothing
-that it commits is cached. The caller owns the row until `release`. Errors: CapacityError if rows or pages of a group run
+that it commits is cached. `cuts` are the lengths at which the prefill should end a step, so that its state can be saved.
+The caller owns the row until `release`. Errors: CapacityError if rows or pages of a group run
 out; ArgumentError; OutOfRangeError for a token.)")
       .def("hit", &hit, nb::arg("tokens").none(), nb::kw_only(), nb::arg("namespace").none() = plain,
            nb::arg("extra_keys").none() = none,
@@ -417,7 +419,7 @@ Errors: as `admit`, except CapacityError.)")
                    "Sequence[ExtraKey] = ()) -> Pending | None"),
            R"(Return the running request that is about to compute most of these tokens beyond the present hit, or None.
 
-Only tokens count that it was admitted with and has slots for. Compares the tokens with every running request. Errors:
+Only tokens count that it was admitted with and has slots for, and with states only lengths at which a save is planned. Compares the tokens with every running request. Errors:
 as `admit`, except CapacityError.)")
       .def("can_reserve", &can_reserve, nb::arg("rows").none(), nb::arg("n").none() = 1,
            nb::sig("def can_reserve(self, rows: IdsLike | int, n: IdsLike | int = 1) -> bool"),
@@ -446,8 +448,8 @@ rows.)")
            nb::sig("def rollback(self, rows: IdsLike | int, n: IdsLike | int) -> None"),
            R"(Take back the last n reserved tokens of each row, or n[i] of row i, whether computed or not.
 
-Committed tokens cannot be taken back. The row keeps its pages for what it reserves next. Errors: ArgumentError; as
-`reserve` for rows.)")
+Committed tokens cannot be taken back. The row keeps its pages for what it reserves next. Errors: ArgumentError, with states
+also for a row with computed tokens that are not committed; as `reserve` for rows.)")
       .def(
           "release", &release, nb::arg("rows").none(), nb::sig("def release(self, rows: IdsLike | int) -> None"),
           R"(End rows, be they finished, cancelled or preempted. What they committed stays cached until memory is needed.
@@ -459,8 +461,8 @@ for rows.)")
            nb::sig("def fork(self, row: int, n: int | None = None) -> int | npt.NDArray[np.int32]"),
            R"(Start a new row that continues a row's committed tokens, and return it; with `n`, start n rows: [n] int32.
 
-They share the pages of the tree; the next delta copies the others. The caller owns the rows. Errors: CapacityError;
-ArgumentError for a row whose tokens are not cached; OutOfRangeError, NotHeldError for the row.)")
+They share the pages of the tree; the next delta copies the others, and the state. The caller owns the rows. Errors:
+CapacityError; ArgumentError for a row whose tokens are not cached, or, with states, not all committed; OutOfRangeError, NotHeldError for the row.)")
       .def("invalidate", &invalidate, nb::arg("group").none(), nb::arg("page_ids").none(),
            nb::sig("def invalidate(self, group: str, page_ids: IdsLike) -> npt.NDArray[np.int32]"),
            R"(Forget pages of a group whose contents are bad, and everything that continues them.

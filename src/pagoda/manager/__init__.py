@@ -9,6 +9,15 @@ from pagoda._native import Admitted, Pending
 from pagoda.manager._delta import Delta
 from pagoda.manager._manager import Manager
 from pagoda.manager._tree import TreeView
-from pagoda.manager._values import GroupStats, Stats
+from pagoda.manager._values import CheckpointStats, GroupStats, Stats
 
-__all__ = ["Admitted", "Delta", "GroupStats", "Manager", "Pending", "Stats", "TreeView"]
+__all__ = [
+    "Admitted",
+    "CheckpointStats",
+    "Delta",
+    "GroupStats",
+    "Manager",
+    "Pending",
+    "Stats",
+    "TreeView",
+]

@@ -128,7 +128,9 @@ class Delta:
     def __repr__(self) -> str:
         copies = sum(len(sources) for sources, _ in self.copies)
         tokens, rows = counted(self.num_tokens, "token"), counted(len(self.rows), "row")
-        return (
-            f"Delta(step {self.step}: {tokens} of {rows}; "
-            f"{counted(len(self.places), 'table write')}, {counted(copies, 'page copy', 'page copies')})"
-        )
+        moves = (len(self.saves[0]), "save"), (len(self.restores[0]), "restore"), (len(self.resets), "reset")
+        states = [counted(n, name) for n, name in moves if n]
+        if n := len(self.state_copies[0]):
+            states.append(counted(n, "state copy", "state copies"))
+        pages = [counted(len(self.places), "table write"), counted(copies, "page copy", "page copies")]
+        return f"Delta(step {self.step}: {tokens} of {rows}; {', '.join([*states, *pages])})"

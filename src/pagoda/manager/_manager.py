@@ -100,7 +100,7 @@ class Manager(ManagerCore):
 
     def stats(self) -> Stats:
         """Return the pages of each group by state, the rows, and the hits so far."""
-        groups, *rest, checkpoints = self._counts()
+        groups, rest, checkpoints = self._counts()
         return Stats(
             tuple(GroupStats(*group) for group in groups),
             *rest,
@@ -124,7 +124,8 @@ def read_capacity(layout: Layout, capacity: Mapping[str, int], num_rows: int) ->
     has_states = layout.state_group is not None
     if has_states:
         names.append("checkpoint")
-    if not isinstance(capacity, Mapping) or set(capacity) - ({"state"} if has_states else set()) != set(names):
+    optional = {"state"} if has_states else set()
+    if not isinstance(capacity, Mapping) or set(capacity) - optional != set(names):
         raise ConfigError(
             f"capacity: give a mapping from each of {', '.join(names)} to its number of "
             f"pages{' or checkpoints' if has_states else ''}"
@@ -133,7 +134,7 @@ def read_capacity(layout: Layout, capacity: Mapping[str, int], num_rows: int) ->
         return None
     if count(capacity.get("state", num_rows), "capacity of state", low=0) < num_rows:
         raise ConfigError(
-            f"num_rows: {num_rows} rows need as many states, but capacity has {capacity['state']}: give fewer "
-            "rows"
+            f"num_rows: {num_rows} rows need as many states, but capacity has {capacity['state']}: "
+            "give fewer rows"
         )
     return count(capacity["checkpoint"], "capacity of checkpoint", low=0)

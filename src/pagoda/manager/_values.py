@@ -20,7 +20,7 @@ class GroupStats(NamedTuple):
 
 
 class CheckpointStats(NamedTuple):
-    """Checkpoints by state: free + cached + running = total; and how often each has happened to one so far."""
+    """Checkpoints by owner, free + cached + running = total, and what has happened to them so far."""
 
     total: int
     free: int
