@@ -1,0 +1,165 @@
+"""Which checkpoints a tree has and which one it gives up, in plain Python. In: what happens to them; out: the next.
+
+Two classes: tails and branch points, which requests are likely to resume from, and interval points and tails that
+a deeper tail has superseded. The second goes first, by powers of two of the gap to the checkpoint before, then by
+age; of the first goes what is worth least: inflation at its last use + share of its kind that was resumed * gap.
+A worth is looked at again when it is the least.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+TAILS = ("fresh", "continued")
+
+
+@dataclass
+class Save:
+    """A checkpoint that a row has and the tree has not."""
+
+    length: int
+    kind: str
+    is_rolling: bool
+
+
+@dataclass
+class Kept:
+    length: int
+    kind: str
+    inflation: float
+    is_resumed: bool = False
+    is_second: bool = False
+    worth: float = 0.0
+    order: int = 0
+
+
+def prior() -> dict[str, list[float]]:
+    shares = {"fresh": 0.4, "continued": 0.8, "branch": 0.8, "interval": 0.8}
+    return {kind: [16.0, 16.0 * share] for kind, share in shares.items()}
+
+
+@dataclass
+class Checkpoints:
+    """The checkpoints of a tree, by their contents. `parent(contents)`: those of one page less, 0 if none."""
+
+    total: int
+    interval: int
+    parent: Callable[[int], int]
+    kept: dict[int, Kept] = field(default_factory=dict)
+    reuse: dict[str, list[float]] = field(default_factory=prior)  # a kind: how many were saved, and resumed
+    inflation: float = 0.0
+    clock: int = 0
+    num_held: int = 0  # by rows
+    saved: int = 0
+    resumed: int = 0
+    evicted: int = 0
+
+    @property
+    def num_free(self) -> int:
+        return self.total - len(self.kept) - self.num_held
+
+    def before(self, key: int) -> int:
+        """The checkpoint before it on its path, 0 if there is none."""
+        key = self.parent(key)
+        while key and key not in self.kept:
+            key = self.parent(key)
+        return key
+
+    def gap(self, key: int) -> int:
+        before = self.before(key)
+        return self.kept[key].length - (self.kept[before].length if before else 0)
+
+    def look_at(self, key: int) -> None:
+        it, gap = self.kept[key], self.gap(key)
+        saved, resumed = self.reuse[it.kind]
+        it.worth = gap.bit_length() - 1 if it.is_second else it.inflation + resumed / saved * gap
+
+    def enlist(self, key: int, is_second: bool) -> None:
+        self.clock += 1
+        it = self.kept[key]
+        it.is_second, it.order = is_second, self.clock
+        self.look_at(key)
+
+    def count_saved(self, kind: str) -> None:
+        counts = self.reuse[kind]
+        counts[0] += 1
+        if counts[0] > 2000:
+            counts[:] = [n / 2 for n in counts]
+
+    def keep(self, key: int, save: Save) -> None:
+        """A row's save goes into the tree, if its contents have none yet; it is the row's no more."""
+        self.num_held -= 1
+        if key in self.kept:
+            return
+        self.saved += 1
+        self.kept[key] = Kept(save.length, save.kind, self.inflation)
+        self.count_saved(save.kind)
+        self.enlist(key, save.kind == "interval")
+        if save.kind not in TAILS:
+            return
+        above = self.before(key)
+        while above and self.kept[above].is_second:
+            above = self.before(above)
+        if above and self.kept[above].kind in TAILS:
+            self.enlist(above, True)
+
+    def resume(self, key: int, is_near: bool, parts: bool) -> None:
+        """A request resumed from it."""
+        self.resumed += 1
+        it = self.kept[key]
+        if is_near and not it.is_resumed:
+            it.is_resumed = True
+            self.reuse[it.kind][1] += 1
+        if parts and it.kind != "branch":
+            it.kind = "branch"
+            self.count_saved("branch")
+            self.reuse["branch"][1] += 1
+        it.inflation = self.inflation
+        self.enlist(key, it.is_second and not parts)
+
+    def least(self, is_second: bool) -> int:
+        those = [(it.worth, it.order, key) for key, it in self.kept.items() if it.is_second == is_second]
+        return min(those)[2] if those else 0
+
+    def next(self, also_first: bool) -> int:
+        """The one to give up, 0 if there is none."""
+        for is_second in (True, False) if also_first else (True,):
+            while key := self.least(is_second):
+                self.look_at(key)
+                if self.least(is_second) == key:
+                    return key
+        return 0
+
+    def take(self, save: Save, saves: list[Save]) -> bool:
+        """Find a checkpoint for a row's save, and add it to its saves; False if there is none."""
+        if self.num_free == 0:
+            own = next((it for it in saves if it.is_rolling), None) if save.is_rolling else None
+            if own is not None:
+                saves.remove(own)
+                self.num_held -= 1
+            elif key := self.next(save.kind != "interval"):
+                gone = self.kept.pop(key)
+                if not gone.is_second:
+                    self.inflation = max(self.inflation, gone.worth)
+                self.evicted += 1
+            else:
+                return False
+        saves.append(save)
+        self.num_held += 1
+        return True
+
+    def lose(self, key: int) -> None:
+        """Its page was evicted."""
+        if self.kept.pop(key, None) is not None:
+            self.evicted += 1
+
+    def counts(self) -> tuple[int, ...]:
+        """As in `CheckpointStats`."""
+        return (
+            self.total,
+            self.num_free,
+            len(self.kept),
+            self.num_held,
+            self.saved,
+            self.resumed,
+            self.evicted,
+        )
