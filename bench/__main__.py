@@ -9,7 +9,7 @@ import time
 import torch
 
 HOST = ["ids", "arrays", "tree", "manager", "gather", "hf"]
-GPU = ["store", "pack", "staging", "delta", "hybrid"]
+GPU = ["store", "pack", "states", "staging", "delta", "hybrid"]
 
 
 def main() -> int:

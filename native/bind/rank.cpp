@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
 
-void construct(Rank* self, nb::handle groups, nb::handle num_rows, nb::handle max_tokens) {
+void construct(Rank* self, nb::handle groups, nb::handle num_rows, nb::handle max_tokens, nb::handle num_checkpoints) {
   to_config([&] {
     std::vector<PageTable::Group> tables;
     std::vector<KernelPages> pages;
@@ -29,7 +29,10 @@ void construct(Rank* self, nb::handle groups, nb::handle num_rows, nb::handle ma
                        parts[4].is_none() ? 0 : to_int(parts[4], "window", 1, int64_t{1} << 40),
                        to_int(parts[5], "max_indices", 0, kMaxId)});
     }
-    new (self) Rank(std::move(tables), std::move(pages), to_int(num_rows, "num_rows", 1, kMaxId - 1), tokens);
+    const int64_t checkpoints =
+        num_checkpoints.is_none() ? Rank::kNoStates : to_int(num_checkpoints, "num_checkpoints", 0, kMaxId);
+    new (self)
+        Rank(std::move(tables), std::move(pages), to_int(num_rows, "num_rows", 1, kMaxId - 1), tokens, checkpoints);
   });
 }
 
@@ -41,8 +44,16 @@ nb::tuple check(const Rank& self, nb::handle packed, nb::handle step) {
   for (const Rank::Copies& each : found.copies) {
     copies.append(nb::make_tuple(each.group, each.sources, each.targets, each.n, each.is_disjoint));
   }
+  nb::object states = nb::none();
+  if (!found.states.is_empty()) {
+    const Rank::States& at = found.states;
+    states = nb::make_tuple(nb::make_tuple(at.save_rows, at.save_lengths, at.save_ids, at.num_saves),
+                            nb::make_tuple(at.restore_rows, at.restore_lengths, at.restore_ids, at.num_restores),
+                            nb::make_tuple(at.reset_rows, at.num_resets),
+                            nb::make_tuple(at.sources, at.targets, at.num_copies));
+  }
   return nb::make_tuple(found.num_rows, found.num_tokens, found.rows, found.lengths, found.starts, found.num_writes,
-                        found.places, found.page_ids, copies);
+                        found.places, found.page_ids, copies, states);
 }
 
 void follow(Rank& self, nb::handle packed) {
@@ -88,11 +99,13 @@ void bind_rank(nb::module_& m) {
   m.def("read_delta", &read_delta, nb::arg("packed").none(),
         "Return the step of a delta, its number of groups, and its sections as (name, group, begin, size).");
   nb::class_<Rank>(m, "Rank", "The host side of pagoda.pools.Pools.")
-      .def("__init__", &construct, nb::arg("groups").none(), nb::arg("num_rows").none(), nb::arg("max_tokens").none())
+      .def("__init__", &construct, nb::arg("groups").none(), nb::arg("num_rows").none(), nb::arg("max_tokens").none(),
+           nb::arg("num_checkpoints") = nb::none())
       .def(
           "check", &check, nb::arg("packed").none(), nb::arg("step").none(),
           R"(Check every number of a delta and return what it asks for: rows and tokens of the step, where rows, lengths and
-starts begin, the number of table writes and where they begin, and the page copies of each group.
+starts begin, the number of table writes and where they begin, the page copies of each group, and what happens to
+states: where saves, restores, resets and copies begin, and the number of each; None if nothing does.
 
 Errors: ArgumentError, OutOfRangeError.)")
       .def("follow", &follow, nb::arg("packed").none(),

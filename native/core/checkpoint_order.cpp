@@ -67,7 +67,8 @@ bool IdHeap::is_right() const {
   return true;
 }
 
-CheckpointOrder::CheckpointOrder(int64_t num_ids) : first_(num_ids), second_(num_ids), entries_(num_ids + 1) {
+CheckpointOrder::CheckpointOrder(int64_t num_ids)
+    : num_ids_(static_cast<int32_t>(num_ids)), first_(num_ids), second_(num_ids), entries_(num_ids + 1) {
   reset();
 }
 
@@ -80,6 +81,7 @@ void CheckpointOrder::reset() {
   }
   inflation_ = 0;
   clock_ = 0;
+  hand_ = 0;
 }
 
 void CheckpointOrder::list(int32_t id, int64_t gap, bool is_second) {

@@ -7,7 +7,8 @@
 // * gap, where gap is the number of tokens since the checkpoint before it, and p(kind) the share of checkpoints of its
 // kind that were ever resumed from, learned as it runs. Inflation rises to the worth of what goes, so worth ages.
 //
-// Worths are stored in two heaps and recomputed when they come to the top, since gaps and shares change. A call takes
+// Worths are stored in two heaps and recomputed when they come to the top, since gaps and shares change. Those that
+// have fallen would never come to the top, so each eviction also recomputes one id, all of them in turn. A call takes
 // O(log n) and allocates nothing. The same calls give the same order.
 #pragma once
 
@@ -19,8 +20,8 @@
 namespace pagoda {
 
 enum class CheckpointKind : uint8_t {
-  kFresh,      // the tail of a path that continues no other tail
-  kContinued,  // the tail of a path that continues another tail
+  kFresh,      // the tail of a path that begins anew or parts from others
+  kContinued,  // the tail of a path that goes on where another ended
   kBranch,     // where paths part
   kInterval,   // saved along the way
 };
@@ -87,15 +88,20 @@ class CheckpointOrder {
   // checkpoint before it. The caller removes it.
   template <typename Gap>
   int32_t next(bool also_first, Gap gap) {
-    while (second_.size() > 0) {
-      const int32_t id = second_.first();
-      second_.change(id, {closeness(gap(id)), second_.key(id).order});
-      if (second_.first() == id) return id;
-    }
-    while (also_first && first_.size() > 0) {
-      const int32_t id = first_.first();
-      first_.change(id, {worth_of(id, gap(id)), first_.key(id).order});
-      if (first_.first() == id) return id;
+    const auto recompute = [&](int32_t id) {
+      if (second_.contains(id)) {
+        second_.change(id, {closeness(gap(id)), second_.key(id).order});
+      } else if (first_.contains(id)) {
+        first_.change(id, {worth_of(id, gap(id)), first_.key(id).order});
+      }
+    };
+    hand_ = hand_ % num_ids_ + 1;
+    recompute(hand_);
+    IdHeap& heap = second_.size() > 0 ? second_ : first_;
+    while (heap.size() > 0 && (also_first || &heap == &second_)) {
+      const int32_t id = heap.first();
+      recompute(id);
+      if (heap.first() == id) return id;
     }
     return 0;
   }
@@ -127,6 +133,8 @@ class CheckpointOrder {
   void count_saved(CheckpointKind kind);
   void list(int32_t id, int64_t gap, bool is_second);
 
+  int32_t num_ids_;
+  int32_t hand_ = 0;  // the id recomputed last
   IdHeap first_, second_;
   LazyArray<Entry> entries_;  // [num_ids + 1]
   Reuse reuse_[4];            // by kind

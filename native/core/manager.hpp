@@ -236,7 +236,7 @@ class Manager {
     std::vector<Cut> cuts;  // still to come, the next one last
     std::vector<Save> saves;
     int64_t first_rolling = 0;  // from this length on it decodes: the last whole page is saved again and again
-    bool is_continued = false;  // it continues the tail of another path
+    bool is_continued = false;  // it goes on where another path ended
   };
   // What a call needs of one group: pages to allocate, and evictable pages that it locks.
   struct Need {
@@ -313,10 +313,12 @@ class Manager {
   void inherit(Group& group, size_t g, int64_t parent, int64_t child);
 
   // ── states (manager_states.cpp)
+  // Whether a prompt leaves what is cached where others go on.
+  bool parts(const Prompt& prompt, const Match& match) const;
   // Where a prompt should be saved while it is computed, the last length first.
   std::vector<Cut> plan_cuts(const Prompt& prompt, const Match& match) const;
   // Gives a new row its state, and records how far its pages matched. Memory has been reserved.
-  void start_state(int64_t number, const Match& match, int64_t num_tokens, std::vector<Cut>&& cuts);
+  void start_state(int64_t number, const Prompt& prompt, const Match& match, std::vector<Cut>&& cuts);
   void start_fork_state(int64_t parent, int64_t child);
   // Allocates for the saves of the rows that a step computes.
   void grow_saves(Ids rows, const PerRow& counts);

@@ -121,7 +121,7 @@ Manager::Admitted Manager::admit(const Prompt& prompt) {
   for (size_t g = 0; g < groups_.size(); ++g) {
     add_pages(groups_[g], g, number, groups_[g].math.pages_for(plan.target));
   }
-  if (states_.has_states) start_state(number, plan.match, sequence.tokens.size, std::move(plan.cuts));
+  if (states_.has_states) start_state(number, prompt, plan.match, std::move(plan.cuts));
   ++admitted_;
   tokens_ += sequence.tokens.size;
   hits_ += hit;

@@ -18,6 +18,12 @@ bool is_tail(CheckpointKind kind) { return kind == CheckpointKind::kFresh || kin
 
 // ── where to save ───────────────────────────────────────────────────────────────────────────────────
 
+bool Manager::parts(const Prompt& prompt, const Match& match) const {
+  int64_t most = prompt.read ? prompt.sequence.tokens.size - 1 : 0;
+  if (prompt.max_hit >= 0) most = std::min(most, prompt.max_hit);
+  return match.goes_on && math_.page(match.found) < math_.page(most);
+}
+
 std::vector<Manager::Cut> Manager::plan_cuts(const Prompt& prompt, const Match& match) const {
   std::vector<Cut> cuts;
   if (states_.num_checkpoints == 0) return cuts;
@@ -30,7 +36,7 @@ std::vector<Manager::Cut> Manager::plan_cuts(const Prompt& prompt, const Match& 
   cuts.reserve(static_cast<size_t>((last - hit) / interval + 3));
   add(last, CheckpointKind::kFresh);  // or continued, as the row is
   int64_t next = (last - 1) / interval * interval;
-  if (match.found < last) {
+  if (parts(prompt, match)) {
     for (; next > match.found; next -= interval) add(next, CheckpointKind::kInterval);
     add(match.found, CheckpointKind::kBranch);
     if (next == match.found) next -= interval;
@@ -48,20 +54,19 @@ void Manager::set_next_save(int64_t number, int64_t above) {
                               : kNever;
 }
 
-void Manager::start_state(int64_t number, const Match& match, int64_t num_tokens, std::vector<Cut>&& cuts) {
+void Manager::start_state(int64_t number, const Prompt& prompt, const Match& match, std::vector<Cut>&& cuts) {
   Request& request = this->request(number);
   request.cuts.swap(cuts);
-  request.first_rolling = num_tokens;
+  request.first_rolling = prompt.sequence.tokens.size;
+  request.is_continued = match.found > 0 && !match.goes_on;
   if (match.length == 0) {
     resets_.push_back(static_cast<int32_t>(number));
   } else {
     restores_.add(number, match.length, match.state_id);
     ++resumed_;
-    request.is_continued = is_tail(order_.kind(match.state_id));
     const int64_t further = match.found - match.length;
-    const bool parts = match.goes_on && math_.page(num_tokens - 1) > math_.page(match.found);
     order_.resume(match.state_id, gap(match.state_id), further <= kNearTokens,
-                  parts && math_.page(further) <= kNearPages);
+                  parts(prompt, match) && math_.page(further) <= kNearPages);
   }
   set_next_save(number, match.length);
 }

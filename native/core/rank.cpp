@@ -5,8 +5,26 @@
 
 namespace pagoda {
 
-Rank::Rank(std::vector<PageTable::Group> tables, std::vector<KernelPages> pages, int64_t num_rows, int64_t max_tokens)
-    : table_(std::move(tables), num_rows), pages_(std::move(pages)), max_tokens_(max_tokens) {}
+namespace {
+
+// Where a section begins in its delta; 0 if it is empty.
+int64_t begin_of(Ids section, Ids packed) { return section.size == 0 ? 0 : section.data - packed.data; }
+
+bool has_duplicate(std::vector<int32_t>& ids) {
+  std::sort(ids.begin(), ids.end());
+  return std::adjacent_find(ids.begin(), ids.end()) != ids.end();
+}
+
+void append(std::vector<int32_t>& all, Ids ids) { all.insert(all.end(), ids.data, ids.data + ids.size); }
+
+}  // namespace
+
+Rank::Rank(std::vector<PageTable::Group> tables, std::vector<KernelPages> pages, int64_t num_rows, int64_t max_tokens,
+           int64_t num_checkpoints)
+    : table_(std::move(tables), num_rows),
+      pages_(std::move(pages)),
+      max_tokens_(max_tokens),
+      num_checkpoints_(num_checkpoints) {}
 
 Rank::Content Rank::check(Ids packed, int64_t step) const {
   const DeltaView delta(packed);
@@ -14,13 +32,13 @@ Rank::Content Rank::check(Ids packed, int64_t step) const {
     std::string names;
     for (int64_t g = 0; g < table_.num_groups(); ++g) names += (g == 0 ? "" : ", ") + table_.group(g).name;
     throw BadArgument("delta: it has " + text(delta.num_groups()) + " groups, but these pools have " +
-                      text(table_.num_groups()) + ": " + names);
+                      text(table_.num_groups()) + (names.empty() ? "" : ": " + names));
   }
   if (delta.step() != step) {
     throw BadArgument("delta: it is of step " + text(delta.step()) + ", but the next one is step " + text(step) +
                       ": apply every delta once, in the order of Manager.plan");
   }
-  const auto begin = [&](Ids section) { return section.size == 0 ? 0 : section.data - packed.data; };
+  const auto begin = [&](Ids section) { return begin_of(section, packed); };
   const Ids rows = delta.section(Section::kRows), lengths = delta.section(Section::kLengths);
   const Ids counts = delta.section(Section::kCounts), starts = delta.section(Section::kStarts);
   check_rows(rows, lengths, counts, starts);
@@ -34,7 +52,8 @@ Rank::Content Rank::check(Ids packed, int64_t step) const {
                   places.size,
                   begin(places),
                   begin(page_ids),
-                  {}};
+                  {},
+                  check_states(delta, packed)};
   for (int64_t g = 0; g < table_.num_groups(); ++g) {
     const Ids sources = delta.section(Section::kSources, g), targets = delta.section(Section::kTargets, g);
     if (sources.size == 0) continue;
@@ -47,13 +66,9 @@ Rank::Content Rank::check(Ids packed, int64_t step) const {
 }
 
 void Rank::check_rows(Ids rows, Ids lengths, Ids counts, Ids starts) const {
+  require_rows(rows, "rows");
   int64_t sum = 0;
   for (int64_t i = 0; i < rows.size; ++i) {
-    if (rows[i] < 1 || rows[i] > table_.num_rows()) {
-      throw BadId{IdFault::kOutOfRange, rows[i], i,
-                  "rows[" + text(i) + "] = " + text(rows[i]) + " is out of range: rows are 1 to " +
-                      text(table_.num_rows()) + ": build the pools with the manager's num_rows"};
-    }
     if (counts[i] < 0 || lengths[i] < counts[i] || lengths[i] > max_tokens_) {
       throw BadArgument("delta: row " + text(rows[i]) + " computes " + text(counts[i]) + " of " + text(lengths[i]) +
                         " tokens, but a row has at most " + text(max_tokens_) +
@@ -63,6 +78,75 @@ void Rank::check_rows(Ids rows, Ids lengths, Ids counts, Ids starts) const {
     sum += counts[i];
   }
   if (rows.size > 0 && starts[rows.size] != sum) throw BadArgument("delta: starts are not the sums of counts");
+}
+
+Rank::States Rank::check_states(const DeltaView& delta, Ids packed) const {
+  const Ids save_rows = delta.section(Section::kSaveRows), save_lengths = delta.section(Section::kSaveLengths);
+  const Ids save_ids = delta.section(Section::kSaveIds);
+  const Ids restore_rows = delta.section(Section::kRestoreRows), resets = delta.section(Section::kResetRows);
+  const Ids restore_lengths = delta.section(Section::kRestoreLengths);
+  const Ids restore_ids = delta.section(Section::kRestoreIds);
+  const Ids sources = delta.section(Section::kStateSources), targets = delta.section(Section::kStateTargets);
+  const auto begin = [&](Ids section) { return begin_of(section, packed); };
+  const States states{save_rows.size,    begin(save_rows),    begin(save_lengths),    begin(save_ids),
+                      restore_rows.size, begin(restore_rows), begin(restore_lengths), begin(restore_ids),
+                      resets.size,       begin(resets),       sources.size,           begin(sources),
+                      begin(targets)};
+  if (states.is_empty()) return states;
+  if (num_checkpoints_ == kNoStates) {
+    throw BadArgument(
+        "delta: it saves, restores, resets or copies states, but these pools have none: build them "
+        "with the manager's layout");
+  }
+  check_checkpoints(save_rows, save_lengths, save_ids, "save");
+  check_checkpoints(restore_rows, restore_lengths, restore_ids, "restore");
+  require_rows(resets, "reset_rows");
+  require_rows(sources, "state_sources");
+  require_rows(targets, "state_targets");
+  std::vector<int32_t> written(save_ids.data, save_ids.data + save_ids.size);
+  if (has_duplicate(written)) throw BadArgument("delta: a checkpoint is the target of two saves");
+  written.clear();
+  append(written, restore_rows);
+  append(written, resets);
+  append(written, targets);
+  if (has_duplicate(written)) {
+    throw BadArgument("delta: the state of a row is written twice by restores, resets and state copies");
+  }
+  written.assign(targets.data, targets.data + targets.size);
+  std::sort(written.begin(), written.end());
+  for (int64_t i = 0; i < sources.size; ++i) {
+    if (std::binary_search(written.begin(), written.end(), sources[i])) {
+      throw BadArgument("delta: row " + text(sources[i]) + " is source and target of state copies");
+    }
+  }
+  return states;
+}
+
+void Rank::require_rows(Ids rows, const char* what) const {
+  for (int64_t i = 0; i < rows.size; ++i) {
+    if (rows[i] >= 1 && rows[i] <= table_.num_rows()) continue;
+    throw BadId{IdFault::kOutOfRange, rows[i], i,
+                what + ("[" + text(i)) + "] = " + text(rows[i]) + " is out of range: rows are 1 to " +
+                    text(table_.num_rows()) + ": build the pools with the manager's num_rows"};
+  }
+}
+
+void Rank::check_checkpoints(Ids rows, Ids lengths, Ids ids, const std::string& what) const {
+  require_rows(rows, (what + "_rows").c_str());
+  for (int64_t i = 0; i < rows.size; ++i) {
+    if (ids[i] < 1 || ids[i] > num_checkpoints_) {
+      throw BadId{
+          IdFault::kOutOfRange, ids[i], i,
+          what + "_ids[" + text(i) + "] = " + text(ids[i]) + " is out of range: " +
+              (num_checkpoints_ == 0 ? "there are no checkpoints" : "checkpoints are 1 to " + text(num_checkpoints_)) +
+              ": build the pools with the manager's capacity"};
+    }
+    if (lengths[i] < 1 || lengths[i] > max_tokens_) {
+      throw BadArgument("delta: " + what + "_lengths[" + text(i) + "] = " + text(lengths[i]) +
+                        ", but a state has 1 to " + text(max_tokens_) +
+                        " tokens: build the pools with the manager's max_tokens");
+    }
+  }
 }
 
 void Rank::check_range(Ids ids, const PageTable::Group& group, const char* what) const {
@@ -76,8 +160,7 @@ void Rank::check_range(Ids ids, const PageTable::Group& group, const char* what)
 
 bool Rank::is_disjoint(Ids sources, Ids targets, const PageTable::Group& group) const {
   std::vector<int32_t> written(targets.data, targets.data + targets.size);
-  std::sort(written.begin(), written.end());
-  if (std::adjacent_find(written.begin(), written.end()) != written.end()) {
+  if (has_duplicate(written)) {
     throw BadArgument("delta: a page of group " + group.name + " is the target of two copies");
   }
   return std::none_of(sources.data, sources.data + sources.size,

@@ -46,6 +46,15 @@ class Rank {
     int64_t group, sources, targets, n;
     bool is_disjoint;  // no page is both source and target
   };
+  // What happens to states before the step computes, in this order.
+  struct States {
+    int64_t num_saves, save_rows, save_lengths, save_ids;
+    int64_t num_restores, restore_rows, restore_lengths, restore_ids;
+    int64_t num_resets, reset_rows;
+    int64_t num_copies, sources, targets;
+
+    bool is_empty() const { return num_saves + num_restores + num_resets + num_copies == 0; }
+  };
   // What a delta asks for. Sections are given by where they begin in the delta; 0 for an empty one.
   struct Content {
     int64_t num_rows, num_tokens;  // of the step
@@ -53,9 +62,14 @@ class Rank {
     int64_t num_writes;
     int64_t places, page_ids;
     std::vector<Copies> copies;  // of groups that have some
+    States states;
   };
 
-  Rank(std::vector<PageTable::Group> tables, std::vector<KernelPages> pages, int64_t num_rows, int64_t max_tokens);
+  static constexpr int64_t kNoStates = -1;
+
+  // Checkpoints are 1 ... num_checkpoints; kNoStates if rows have no states.
+  Rank(std::vector<PageTable::Group> tables, std::vector<KernelPages> pages, int64_t num_rows, int64_t max_tokens,
+       int64_t num_checkpoints);
 
   // Checks that a delta is that of `step` and that its numbers are valid, and returns what it asks for.
   Content check(Ids packed, int64_t step) const;
@@ -70,6 +84,9 @@ class Rank {
 
  private:
   void check_rows(Ids rows, Ids lengths, Ids counts, Ids starts) const;
+  States check_states(const DeltaView& delta, Ids packed) const;
+  void require_rows(Ids rows, const char* what) const;
+  void check_checkpoints(Ids rows, Ids lengths, Ids ids, const std::string& what) const;
   void check_range(Ids ids, const PageTable::Group& group, const char* what) const;
   bool is_disjoint(Ids sources, Ids targets, const PageTable::Group& group) const;
   void fill_group(size_t g, Ids rows, Ids lengths, Ids starts, int64_t num_rows, int64_t num_tokens,
@@ -77,7 +94,7 @@ class Rank {
 
   PageTable table_;
   std::vector<KernelPages> pages_;
-  int64_t max_tokens_;
+  int64_t max_tokens_, num_checkpoints_;
 };
 
 }  // namespace pagoda

@@ -199,10 +199,23 @@ class Rank:
         groups: Sequence[tuple[str, int, int, int, int | None, int]],
         num_rows: int,
         max_tokens: int,
+        num_checkpoints: int | None = None,
     ) -> None: ...
     def check(
         self, packed: npt.NDArray[np.int32], step: int
-    ) -> tuple[int, int, int, int, int, int, int, int, list[tuple[int, int, int, int, bool]]]: ...
+    ) -> tuple[
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        list[tuple[int, int, int, int, bool]],
+        tuple[tuple[int, int, int, int], tuple[int, int, int, int], tuple[int, int], tuple[int, int, int]]
+        | None,
+    ]: ...
     def follow(self, packed: npt.NDArray[np.int32]) -> None: ...
     def fill(
         self, packed: npt.NDArray[np.int32], num_rows: int, num_tokens: int, addresses: list[int]

@@ -1,6 +1,5 @@
 """The Triton kernels of deltas against plain numpy and the torch reference, bit for bit."""
 
-import math
 import os
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagoda.kernels import Regions
 from pagoda.kernels import _reference as reference
 from profiles import examples
 
@@ -102,51 +100,3 @@ def test_two_entries_are_set_and_nothing_else(offset: int, size: int, value: int
         whole = torch.arange(len(expected), dtype=torch.int32, device=device)
         kernels.set_table(whole[offset:], at, value, other_at, -7)
         assert whole.tolist() == expected, kernels.__name__
-
-
-VALUES = {
-    torch.uint8: [0, 255],
-    torch.int32: [-1, 7],
-    torch.int64: [-(2**40) - 3, 5],
-    torch.float16: [0.0, -2.5],
-    torch.float32: [-math.inf, 1.25],
-}
-
-
-@CASES
-@given(
-    parts=st.lists(
-        st.sampled_from(list(VALUES)).flatmap(
-            lambda dtype: st.tuples(
-                st.just(dtype),
-                st.sampled_from(VALUES[dtype]),
-                st.sampled_from([(), (0,), (1,), (3,), (2, 4), (16,), (5, 7), (1024,), (3000,)]),
-                st.integers(0, 3),
-            )
-        ),
-        max_size=5,
-    ),
-    num_rows=st.integers(1, 4),
-    data=st.data(),
-)
-def test_a_row_of_all_tensors_is_filled_and_nothing_else(
-    parts: list[tuple[torch.dtype, float, tuple[int, ...], int]], num_rows: int, data: st.DataObject
-):
-    """Rows of any size, which begin anywhere, in the middle of a larger tensor; of all tensors or of some."""
-    row = data.draw(st.integers(0, num_rows - 1))
-    some = data.draw(st.none() | st.tuples(*[st.integers(0, len(parts))] * 2).map(sorted))
-    for kernels, device in ((fused, DEVICE), (reference, "cpu")):
-        wholes, rows, expected = [], [], []
-        for number, (dtype, value, shape, offset) in enumerate(parts):
-            row_size = math.prod(shape)
-            whole = torch.arange(offset + num_rows * row_size + 3, device=device).remainder(100).to(dtype)
-            begin = offset + row * row_size
-            wanted = whole.tolist()
-            if some is None or some[0] <= number < some[1]:
-                wanted[begin : begin + row_size] = [value] * row_size
-            wholes.append(whole)
-            expected.append(wanted)
-            rows.append((whole[offset : offset + num_rows * row_size].view(num_rows, *shape), value))
-        regions = Regions.of(rows, torch.device(device))
-        kernels.fill_rows(regions if some is None else regions.some(*some), row)
-        assert [whole.tolist() for whole in wholes] == expected, kernels.__name__

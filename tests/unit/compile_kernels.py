@@ -19,7 +19,8 @@ from pagoda.kernels import _compress_fused as compress_fused
 from pagoda.kernels import _entries_fused as entries_fused
 from pagoda.kernels import _fused as fused
 from pagoda.kernels import _gather_fused as gather_fused
-from pagoda.kernels._regions import Regions
+from pagoda.kernels import _states_fused as states_fused
+from pagoda.kernels._regions import Region, Regions
 from pagoda.kernels.entries import Codec, Ring, Tokens
 
 CAPABILITY = int(sys.argv[1])
@@ -78,11 +79,24 @@ def pages() -> None:
     for at, value in ((0, -1), (3, 1), (16, 2**31 - 1)):  # any numbers, one kernel
         fused._launch_set.compiled.clear()
         fused.set_table(ints(40)[at % 3 :], at, value, 20, at)
-        fused._launch_rows.compiled.clear()
-        rows = [(torch.zeros(17, 4 + at), float("-inf")), (ints(17), -1)]
-        fused.fill_rows(Regions.of(rows, torch.device("cpu")), at)
     outs = [torch.zeros(3, 32, dtype=torch.uint8) for _ in range(4)]
     gather_fused.gather(ints(3), buffers, addresses, 16, outs, addresses)
+
+
+def states() -> None:
+    """Any rows of any tensors, one kernel for each operation."""
+    for at, n in ((0, 1), (1, 2), (16, 16)):
+        rows = [Region(torch.zeros(17, 4 + at), float("-inf")), Region(ints(17, 4), -1, 3, True)]
+        regions = Regions.of(rows, torch.device("cpu"))
+        checkpoints = torch.zeros(n + 1, 16 + regions.checkpoint_bytes, dtype=torch.uint8)
+        for launch in ("fill", "copy", "save", "restore"):
+            getattr(states_fused, f"_launch_{launch}").compiled.clear()
+        states_fused.fill_rows(regions, at, 1, None)
+        states_fused._launch_fill.compiled.clear()
+        states_fused.fill_rows(regions, at, n, ints(99)[n:])
+        states_fused.copy_states(ints(99)[n:], at, 2 * at, n, regions)
+        states_fused.save_states(ints(99)[n:], at, 0, 2 * at, n, regions, checkpoints)
+        states_fused.restore_states(ints(99)[n:], at, 0, 2 * at, n, regions, checkpoints)
 
 
 def batches() -> None:
@@ -150,7 +164,7 @@ def compressors(tokens: Tokens) -> None:
             compress_fused.push(tokens, given, given, state, state)
 
 
-for part in (stores, pages, batches, entries):
+for part in (stores, pages, states, batches, entries):
     part()
 for name, variants in sorted(compiled.items()):
     print(name, len(variants))

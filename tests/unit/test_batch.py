@@ -721,7 +721,7 @@ def test_layers_are_found_by_their_number_in_the_model():
     ("n", "said"),
     [
         (7, "layers 0 to 6, not 7"), (2**70, "layers 0 to 6"), (-1, "n"), (1.0, "n"), (True, "n"), ("1", "n"),
-        (3, "layer 3 stores no pages"),
+        (3, "layer 3 stores nothing"),
     ],
 )  # fmt: skip
 def test_layers_that_are_not_there_are_refused(n: Any, said: str):

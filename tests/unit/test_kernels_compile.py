@@ -37,5 +37,8 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path):
     }
     assert found.keys() == kernels
     # `Launch` looks these up once: an argument that made a variant would get what another had compiled.
-    only = ("_count", "_fill", "_fill_rows", "_set_table", "_write_table")
+    only = (
+        "_copy_states", "_count", "_fill", "_fill_rows", "_restore_states", "_save_states", "_set_table",
+        "_write_table",
+    )  # fmt: skip
     assert {found[name] for name in only} == {1}

@@ -15,7 +15,6 @@ from pagoda import kernels
 from pagoda.errors import ArgumentError, CapacityError, ConfigError, OutOfRangeError
 from pagoda.layout import (
     FullAttention,
-    GatedDelta,
     LatentAttention,
     Layout,
     WindowAttention,
@@ -131,10 +130,15 @@ def test_scales_reach_the_groups_they_name():
     ("change", "said"),
     [
         ({"layout": "llama"}, "layout: give a Layout"),
-        ({"layout": Layout([[]])}, "has no paged group"),
-        ({"capacity": {"full": 7}}, "capacity: give the number of pages of each group: full, window"),
-        ({"capacity": {**CAPACITY, "more": 1}}, "capacity: give the number of pages"),
-        ({"capacity": 5}, "capacity: give the number of pages"),
+        ({"layout": Layout([[]])}, "has no groups"),
+        (
+            {"capacity": {"full": 7}},
+            "capacity: give a mapping from each of full, window to its number of pages",
+        ),
+        ({"capacity": {**CAPACITY, "more": 1}}, "capacity: give a mapping"),
+        ({"capacity": {**CAPACITY, "state": 3}}, "capacity: give a mapping"),
+        ({"capacity": {**CAPACITY, "checkpoint": 3}}, "capacity: give a mapping"),
+        ({"capacity": 5}, "capacity: give a mapping"),
         ({"capacity": {**CAPACITY, "full": -1}}, "capacity of full"),
         ({"num_rows": 0}, "num_rows"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -152,9 +156,6 @@ def test_what_cannot_be_built_says_why(change: dict[str, Any], said: str):
 
 
 def test_groups_that_no_pool_holds_are_refused():
-    states = Layout([FULL, GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=16, kernel=4)])
-    with pytest.raises(ConfigError, match="state group"):
-        Pools(states, {"full": 1, "state": 1}, **SIZES, device="cpu")
     sparse = from_hf(model_config("deepseek-v3.2"))
     names = [group.name for group in sparse.groups]
     with pytest.raises(ConfigError, match="a TokenPool holds keys and values, or a latent"):

@@ -17,7 +17,7 @@ from pagoda.layout import (
     latent,
     model_config,
 )
-from pagoda.pools import Pools, StatePool, TokenPool
+from pagoda.pools import CheckpointPool, Pools, StatePool, TokenPool
 
 # Every kind of paged layer that a TokenPool holds, with unequal sizes.
 PAGED = [
@@ -65,6 +65,37 @@ def test_a_row_of_a_pool_weighs_what_its_group_says():
     assert pool.tensors["conv"].dtype == torch.bfloat16
 
 
+def test_layers_that_keep_different_states_are_in_one_pool():
+    """DeepSeek-V4: windows alone, and with compressors of two kinds, whose parts have the same names."""
+    layout = from_hf(model_config("deepseek-v4-flash"))
+    group = layout.state_group
+    assert group is not None
+    assert len(set(group.parts)) == 3
+    pool = StatePool.from_group(group, 1, "cpu")
+    assert pool.memory_bytes() == group.state_bytes * 2
+    for number, parts in enumerate(group.parts):
+        views = pool.layer(number)
+        assert list(views) == [part.name for part in parts]
+        for part in parts:
+            view = views[part.name]
+            assert tuple(view.shape) == (2, *part.shape)
+            assert view.dtype == getattr(torch, part.dtype)
+            assert view.flatten()[-1] == part.initial
+            view[1] = number % 7
+    for number in range(len(group.layers)):
+        assert all(part[1].eq(number % 7).all() for part in pool.layer(number).values())
+        pool.regions(number)
+    kept = pool.snapshot(1)
+    pool.reset(1)
+    assert all(part[1].eq(spec.initial).all() for n in range(len(group.layers)) for part, spec in zip(
+        pool.layer(n).values(), group.parts[n], strict=True))  # fmt: skip
+    pool.restore(0, kept)
+    for number in range(len(group.layers)):
+        assert all(part[0].eq(number % 7).all() for part in pool.layer(number).values())
+    checkpoints = CheckpointPool(pool, 3)
+    assert checkpoints.tensor.shape == (4, -(-group.checkpoint_bytes // 16) * 16)
+
+
 @pytest.mark.parametrize("name", ["gemma-3-27b", "deepseek-v3", "qwen3-next-80b-a3b", "kimi-linear-48b-a3b"])
 def test_pools_of_a_known_model_hold_what_its_budget_says(name: str):
     layout = from_hf(model_config(name), page_tokens=4).shard(4)
@@ -72,7 +103,8 @@ def test_pools_of_a_known_model_hold_what_its_budget_says(name: str):
     num_bytes = 0
     for share in budget.shares:
         if share.name == "checkpoint":
-            num_bytes += (share.num_units + 1) * layout.state_group.checkpoint_bytes
+            states = StatePool.from_group(share.group, 0, "cpu")
+            num_bytes += CheckpointPool(states, share.num_units).memory_bytes()
         elif isinstance(share.group, StateGroup):
             num_bytes += StatePool.from_group(share.group, share.num_units, "cpu").memory_bytes()
         else:
@@ -106,8 +138,6 @@ def test_groups_that_a_pool_cannot_hold_are_refused():
     flash = from_hf(model_config("deepseek-v4-flash"))
     with pytest.raises(ConfigError, match="group csa"):
         TokenPool.from_group(flash.group("csa"), 1, "cpu")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="different states"):
-        StatePool.from_group(flash.group("state"), 1, "cpu")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="give a PagedGroup"):
         TokenPool.from_group(flash.group("state"), 1, "cpu")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="give a StateGroup"):

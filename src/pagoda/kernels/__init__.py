@@ -1,4 +1,4 @@
-"""Moving keys, values, pages and entries. In: tensors and ids; out: tensors.
+"""Moving keys, values, pages, entries and states. In: tensors and ids; out: tensors.
 
 Each operation is declared once and implemented twice: a torch reference defines the result and serves the
 CPU, a Triton kernel serves CUDA, and both agree bit for bit. Ids outside the pool are never written. A kernel
@@ -12,17 +12,22 @@ from collections.abc import Sequence
 import torch
 
 from pagoda.kernels import _reference as reference
+from pagoda.kernels import _states_reference as states_reference
 from pagoda.kernels._dispatch import on_device, operation, triton_module
 from pagoda.kernels._reference import FP8_DTYPES
-from pagoda.kernels._regions import Regions
+from pagoda.kernels._regions import Region, Regions
 
 __all__ = [
     "FP8_DTYPES",
+    "Region",
     "Regions",
     "copy_pages",
+    "copy_states",
     "fill_rows",
     "on_device",
     "pack",
+    "restore_states",
+    "save_states",
     "set_table",
     "store",
     "triton_module",
@@ -97,12 +102,6 @@ def write_table(
 
 
 @operation("_fused", reference)
-def fill_rows(regions: Regions, row: int) -> torch.Tensor:
-    """Fill row `row` of each tensor with its value, in one launch and without a copy to the device."""
-    return regions.table
-
-
-@operation("_fused", reference)
 def set_table(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> torch.Tensor:
     """Set place `at` of a flat table to `value` and place `other_at` to `other`, in one launch and without a
     copy to the device.
@@ -110,3 +109,61 @@ def set_table(table: torch.Tensor, at: int, value: int, other_at: int, other: in
     table: [num_places] int32, contiguous. Both places must be in the table.
     """
     return table
+
+
+@operation("_states_fused", states_reference)
+def fill_rows(regions: Regions, at: int, n: int = 1, packed: torch.Tensor | None = None) -> torch.Tensor:
+    """Fill rows `at`, …, `at` + n − 1 of each tensor with its value, in one launch and without a copy to the
+    device; with `packed`, [m] int32, rows packed[at], …, packed[at + n − 1].
+
+    Rows `at` and up must exist; of those in `packed`, rows outside are not written.
+    """
+    return regions.table
+
+
+@operation("_states_fused", states_reference)
+def copy_states(packed: torch.Tensor, sources: int, targets: int, n: int, regions: Regions) -> torch.Tensor:
+    """Copy row packed[sources + i] of each tensor to row packed[targets + i], for each pair i, in one launch.
+
+    packed: [m] int32, with any alignment. No row may be both source and target, since the launch reads and
+    writes in any order. A pair with a row outside is not copied.
+    """
+    return regions.table
+
+
+@operation("_states_fused", states_reference)
+def save_states(
+    packed: torch.Tensor,  # [m] int32, with any alignment
+    rows: int,
+    lengths: int,
+    ids: int,
+    n: int,
+    regions: Regions,
+    checkpoints: torch.Tensor,  # [num_checkpoints, ≥ regions.checkpoint_bytes] uint8, a multiple of 16 bytes
+) -> torch.Tensor:
+    """Copy what is kept of row packed[rows + i], a state of packed[lengths + i] tokens, to checkpoint
+    packed[ids + i], for each pair i, in one launch for all regions.
+
+    Lengths are 1 or more. Kept cells of positions below 0 are saved as the reset value. A pair with a row or
+    checkpoint outside is not copied. If several pairs have the same checkpoint, any of them may win.
+    """
+    return regions.table
+
+
+@operation("_states_fused", states_reference)
+def restore_states(
+    packed: torch.Tensor,
+    rows: int,
+    lengths: int,
+    ids: int,
+    n: int,
+    regions: Regions,
+    checkpoints: torch.Tensor,
+) -> torch.Tensor:
+    """Copy checkpoint packed[ids + i], saved at packed[lengths + i] tokens, to row packed[rows + i], for each
+    pair i, in one launch for all regions. Arguments are as in `save_states`.
+
+    Every byte of the row is written: what the checkpoint does not keep gets the reset value, and positions
+    follow from the length.
+    """
+    return regions.table

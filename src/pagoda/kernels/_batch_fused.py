@@ -19,7 +19,7 @@ import triton.language as tl
 
 from pagoda.kernels._launch import Launch
 
-__all__ = ["GroupPages", "fill", "prepare"]
+__all__ = ["GroupPages", "fill", "no_pages", "prepare"]
 
 # What kernels know about a group, as int64: its sizes and the addresses of its buffers.
 _COLUMNS_BEFORE = tl.constexpr(0)  # columns of all tables before this group's
@@ -214,6 +214,18 @@ class Prepared(NamedTuple):
     parameters: torch.Tensor  # [groups, _NUM_PARAMETERS] int64
     count_block: int
     num_blocks: int  # blocks of columns in the widest table
+    groups: Sequence[GroupPages]  # keeps their buffers alive
+
+
+def no_pages(max_rows: int, max_tokens: int, device: torch.device) -> GroupPages:
+    """Return the group of a model without pages: its programs fill what groups share. No token has a slot,
+    and every row reads the first place of the table."""
+    slots = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+    rows = torch.zeros(3 * (max_rows + 1), dtype=torch.int32, device=device).view(3, -1)
+    none = rows[:, :0]
+    return GroupPages(
+        0, 1 << 30, 1 << 30, 0, slots, none.view(max_rows, 0), rows[0], none[0], rows[1], rows[2]
+    )
 
 
 def prepare(groups: Sequence[GroupPages], device: torch.device) -> Prepared:
@@ -231,7 +243,7 @@ def prepare(groups: Sequence[GroupPages], device: torch.device) -> Prepared:
     on_device = torch.tensor(parameters, dtype=torch.int64, device=device)
     count_block = min(_COUNT_BLOCK, max(16, triton.next_power_of_2(max_rows)))
     widest = max(group.page_table.shape[1] for group in groups)
-    return Prepared(on_device, count_block, -(-widest // _FILL_BLOCK))
+    return Prepared(on_device, count_block, -(-widest // _FILL_BLOCK), groups)
 
 
 def fill(
@@ -246,7 +258,7 @@ def fill(
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],  # rows, lengths, starts, positions
 ) -> None:
     """Fill the buffers of all groups in two launches, up to the padded rows and tokens."""
-    parameters, count_block, num_blocks = prepared
+    parameters, count_block, num_blocks, _ = prepared
     num_groups = parameters.shape[0]
     _launch_count(
         (num_groups, 1, 1), parameters, packed, *sections, num_rows, padded_rows, *out[:3],

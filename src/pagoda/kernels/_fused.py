@@ -1,4 +1,4 @@
-"""The Triton kernels of small writes: places of tables, and resets of rows."""
+"""The Triton kernels of writes to tables."""
 
 # Kernels are written in Triton's language, which mypy cannot type.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False
@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 
 from pagoda.kernels._launch import Launch
-from pagoda.kernels._regions import Regions
 
-__all__ = ["fill_rows", "set_table", "write_table"]
+__all__ = ["set_table", "write_table"]
 
 
 @triton.jit(
@@ -51,31 +50,3 @@ _launch_set = Launch(_set_table, num_warps=1)
 
 def set_table(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> None:
     _launch_set((1, 1, 1), table, at, value, other_at, other)
-
-
-@triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["regions"])
-def _fill_rows(regions, row, BLOCK: tl.constexpr):
-    # Axis 0 of the grid is the tensor; the programs along axis 1 share its row.
-    region = regions + 3 * tl.program_id(0)
-    num_bytes, value = tl.load(region + 1), tl.load(region + 2)
-    begin = tl.load(region) + row * num_bytes
-    if (begin % 16 == 0) & (num_bytes % 16 == 0):
-        to = tl.multiple_of(begin.to(tl.pointer_type(tl.int64)), 16)
-        for first in range(tl.program_id(1) * BLOCK, num_bytes // 8, tl.num_programs(1) * BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            tl.store(to + at, value + tl.zeros((BLOCK,), tl.int64), mask=at < num_bytes // 8)
-    else:
-        for first in range(tl.program_id(1) * BLOCK, num_bytes, tl.num_programs(1) * BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            byte = (value >> (8 * (at % 8))) & 255
-            tl.store(begin.to(tl.pointer_type(tl.uint8)) + at, byte.to(tl.uint8), mask=at < num_bytes)
-
-
-_launch_rows = Launch(_fill_rows)
-_BLOCK_OF_ROW, _MOST_PIECES = 1024, 32
-
-
-def fill_rows(regions: Regions, row: int) -> None:
-    pieces = min(-(-regions.most_bytes // (8 * _BLOCK_OF_ROW)), _MOST_PIECES)
-    if pieces and regions.rows:
-        _launch_rows((len(regions.rows), pieces, 1), regions.table, row, constants=(_BLOCK_OF_ROW,))

@@ -6,13 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from pagoda.kernels._regions import Regions
-
 __all__ = [
     "FP8_DTYPES",
     "cast",
     "copy_pages",
-    "fill_rows",
     "pack",
     "set_table",
     "store",
@@ -111,12 +108,6 @@ def write_table(packed: torch.Tensor, places: int, values: int, num_writes: int,
     at, ids = packed[places : places + num_writes], packed[values : values + num_writes]
     kept = (at >= 0) & (at < table.shape[0])
     table[at[kept].long()] = ids[kept]
-
-
-@torch.inference_mode()  # like a kernel, it writes to any tensor
-def fill_rows(regions: Regions, row: int) -> None:
-    for tensor, value in regions.rows:
-        tensor[row].fill_(value)
 
 
 def set_table(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> None:

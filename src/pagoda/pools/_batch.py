@@ -125,7 +125,8 @@ class BatchBuffers:
                             *(self.tensors[f"{name}.{each}"] for each in PER_GROUP),
                         )
                         for name, geometry in self.geometries.items()
-                    ],
+                    ]
+                    or [fused.no_pages(max_rows, max_tokens, device)],
                     device,
                 )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,17 +17,38 @@ __all__ = ["Layer"]
 
 @dataclass(frozen=True)
 class Layer:
-    """Where layer `number` of the model keeps its keys and values: layer `index` of its group's pool.
+    """Where layer `number` of the model keeps its keys and values, and its state.
 
-    A layer that shares the keys and values of another (`source` is that layer's number) has that layer's
-    buffers and stores nothing itself.
+    Keys and values are layer `index` of the pool of `group`. A layer that shares those of another (`source`
+    is that layer's number) has that layer's buffers and stores none itself. `state` has the parts of the
+    layer's state by name, [num_rows + 1, *shape] each; it is empty if the layer has none. The state of row r
+    is state r.
     """
 
     number: int
     source: int
-    group: PagedGroup
-    pool: TokenPool
-    index: int
+    place: tuple[PagedGroup, TokenPool, int] | None  # group, pool and index there; None without pages
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+
+    def _place(self) -> tuple[PagedGroup, TokenPool, int]:
+        if self.place is None:
+            raise ArgumentError(f"layer {self.number} stores no pages: it has a state")
+        return self.place
+
+    @property
+    def group(self) -> PagedGroup:
+        """The group of the layer's pages. Errors: ArgumentError for a layer without pages."""
+        return self._place()[0]
+
+    @property
+    def pool(self) -> TokenPool:
+        """The pool of the layer's group. Errors: ArgumentError for a layer without pages."""
+        return self._place()[1]
+
+    @property
+    def index(self) -> int:
+        """The layer's number in the pool. Errors: ArgumentError for a layer without pages."""
+        return self._place()[2]
 
     @property
     def keys(self) -> torch.Tensor:
@@ -79,5 +101,11 @@ class Layer:
         self.pool.store(self.index, slots, keys, values)
 
     def __repr__(self) -> str:
-        shared = "" if self.source == self.number else f", shared with layer {self.source}"
-        return f"Layer({self.number}: group {self.group.name}, index {self.index}{shared})"
+        found = []
+        if self.place is not None:
+            found.append(f"group {self.group.name}, index {self.index}")
+        if self.source != self.number:
+            found.append(f"shared with layer {self.source}")
+        if self.state:
+            found.append(f"state {', '.join(self.state)}")
+        return f"Layer({self.number}: {', '.join(found)})"

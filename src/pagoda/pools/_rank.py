@@ -1,7 +1,7 @@
-"""The tensors of one rank, which carries out deltas. In: a layout, deltas; out: pages, tables, batches.
+"""The tensors of one rank, which carries out deltas. In: a layout, deltas; out: pages, states, batches.
 
 A manager plans for all ranks at once; each rank has one `Pools` and applies every delta to it, in order.
-Owns the pools and tables of all groups. Invariant 6.
+Owns the pools and tables of all groups, the states of rows and the checkpoints. Invariant 6.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from pagoda.errors import ArgumentError, ConfigError, InvariantError
 from pagoda.layout import Layout, PagedGroup
 from pagoda.layout._numbers import count
 from pagoda.manager import Delta
+from pagoda.manager._manager import read_capacity
 from pagoda.pools._arguments import filled, number, refuse_capture, resolve_device
 from pagoda.pools._batch import Batch, BatchBuffers, Geometry, Sizes
+from pagoda.pools._checkpoints import CheckpointPool
 from pagoda.pools._kv import TokenPool
 from pagoda.pools._layer import Layer
 from pagoda.pools._staging import Staging, current_stream, staging_of
+from pagoda.pools._state import StatePool
 
 __all__ = ["Pools"]
 
@@ -31,14 +34,18 @@ STEP_TOKENS = 8192  # default of max_step_tokens
 
 
 class Pools:
-    """Pages and tables of all groups on one device, which follow a manager's deltas.
+    """Pages, states and tables of all groups on one device, which follow a manager's deltas.
 
     `layout` is the rank's (`layout.shard(n)`); `capacity`, `num_rows` and `max_tokens` are those of the
     manager, so that its ids and places mean the same on every rank. `pools[name]` is a group's TokenPool,
     `pools.layer(n)` a layer of the model, `tables[name]` a group's table, [num_rows + 1, max_pages] int32:
     row 0 is padding, id 0 means no page, and places beyond a row's length are stale. Tables are views of
     `flat_table`, one after the other in the order of the groups, so that one launch makes all writes of a
-    delta. Tensors are zeros at first and never move.
+    delta. Tensors of pages and tables are zeros at first, states those of new requests; none ever moves.
+
+    If the layout has states, `capacity["checkpoint"]` is the number of checkpoints, possibly 0, and `states`
+    and `checkpoints` are their pools; otherwise both are None. The state of row r is state r, so
+    `capacity["state"]` may be omitted; it is at least num_rows.
 
     `max_step_tokens` is the most tokens that one step computes. These arguments are mappings by group name:
     `kernel_page_tokens`, the page size of kernels where it is smaller than the group's; `max_indices`, the
@@ -46,7 +53,7 @@ class Pools:
     the scales of fp8 groups. `buffers` has the caller's own tensors for batches by name (`positions`,
     `full.slot_mapping`, …).
 
-    Errors: ConfigError, also for groups that a TokenPool cannot hold and for layouts with states.
+    Errors: ConfigError, also for groups that a TokenPool cannot hold.
     """
 
     def __init__(
@@ -67,10 +74,9 @@ class Pools:
     ) -> None:
         groups = _groups_of(layout)
         names = [group.name for group in groups]
-        if not isinstance(capacity, Mapping) or set(capacity) != set(names):
-            raise ConfigError(f"capacity: give the number of pages of each group: {', '.join(names)}")
         self.layout = layout
         self.num_rows = count(num_rows, "num_rows")
+        num_checkpoints = read_capacity(layout, capacity, self.num_rows)
         self.max_tokens = count(max_tokens, "max_tokens")
         self.max_step_tokens = (
             max(self.num_rows, min(self.max_tokens, STEP_TOKENS))
@@ -89,6 +95,7 @@ class Pools:
             ],
             self.num_rows,
             self.max_tokens,
+            num_checkpoints,
         )
         self._staging = staging_of(self.device, staging)
         k_scales, v_scales = _by_group(k_scale, names, "k_scale"), _by_group(v_scale, names, "v_scale")
@@ -103,18 +110,26 @@ class Pools:
             )
             for group, n in zip(groups, pages, strict=True)
         }
+        self.states: StatePool | None = None
+        self.checkpoints: CheckpointPool | None = None
+        if layout.state_group is not None and num_checkpoints is not None:
+            self.states = StatePool.from_group(
+                layout.state_group, self.num_rows, self.device, staging=self._staging
+            )
+            self.checkpoints = CheckpointPool(self.states, num_checkpoints, staging=self._staging)
         shapes = [(self.num_rows + 1, geometry.max_pages) for geometry in geometries]
         sizes = [rows * columns for rows, columns in shapes]
-        self.flat_table = filled((sum(sizes),), torch.int32, self.device)
+        # Without groups, one place that kernels of batches may read.
+        self.flat_table = filled((max(1, sum(sizes)),), torch.int32, self.device)
         with torch.inference_mode(False):  # tables are written outside of it
-            parts = self.flat_table.split(sizes)
+            parts = self.flat_table.split(sizes) if sizes else ()
             self.tables = {
                 name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)
             }
         self._buffers = BatchBuffers(
             geometries, self.num_rows, self.max_step_tokens, self.device, dict(buffers or {})
         )
-        self._layers = _layers_of(layout, self.pools)
+        self._layers = _layers_of(layout, self.pools, self.states)
         self._at = self._addresses()
         self._in_order = tuple(self.pools.values())
         # The delta that was applied last, what was found in it, and its copy on the device.
@@ -130,8 +145,10 @@ class Pools:
         return self.pools[name]
 
     def __repr__(self) -> str:
-        pages = ", ".join(f"{pool.num_pages} {name} pages" for name, pool in self.pools.items())
-        return f"Pools({pages}, {self.num_rows} rows on {self.device}, at step {self._step})"
+        held = [f"{pool.num_pages} {name} pages" for name, pool in self.pools.items()]
+        if self.checkpoints is not None:
+            held.append(f"{self.checkpoints.num_checkpoints} checkpoints")
+        return f"Pools({', '.join(held)}, {self.num_rows} rows on {self.device}, at step {self._step})"
 
     @property
     def step(self) -> int:
@@ -139,10 +156,10 @@ class Pools:
         return self._step
 
     def layer(self, n: int) -> Layer:
-        """Return layer n of the model: its group, its index in the group's pool, and its buffers.
+        """Return layer n of the model: its group, its index in the group's pool, its buffers and its state.
 
         A layer that shares the keys and values of another has that layer's. Errors: ArgumentError for a
-        number that the model does not have, or a layer that stores no pages.
+        number that the model does not have, or a layer that stores nothing.
         """
         at = number(n, "n")
         if at >= len(self._layers):
@@ -151,11 +168,12 @@ class Pools:
             )
         found = self._layers[at]
         if found is None:
-            raise ArgumentError(f"n: layer {at} stores no pages")
+            raise ArgumentError(f"n: layer {at} stores nothing")
         return found
 
     def apply(self, delta: Delta, stream: torch.cuda.Stream | None = None) -> None:
-        """Carry out one step's page copies and table writes, on `stream` or the current one.
+        """Carry out what a step needs before it computes, on `stream` or the current one: saves, restores,
+        resets and copies of states, page copies and table writes, in this order.
 
         Apply every delta of the manager once, in the order of `Manager.plan`. The delta is checked on the
         host before anything changes. Page copies read all sources before any target is written.
@@ -163,14 +181,16 @@ class Pools:
         On a single stream nothing has to wait: work of earlier steps runs before the call, later work sees
         its writes. `stream` may be another one, because rows and pages are reused only after a fence, so
         nothing that a running step reads is written. Then, with events, let `stream` wait for the steps that
-        computed the sources of page copies, and the next step wait for `stream`. Thread-safe.
+        computed the sources of page copies, and the next step wait for `stream`. A delta with saves has to
+        wait for the step before it, whose states it reads. Thread-safe.
 
-        Cost: on CUDA one asynchronous copy of the delta, one launch for all table writes, and one per group
-        with page copies (two, and memory for the pages, if a page is both source and target). Nothing else
-        is allocated on the device once a delta of the same size was applied on the stream. No
-        synchronisation. Errors: ArgumentError for a delta that is out of order, of other groups or with a
-        duplicate copy target, or for a stream of another device; OutOfRangeError for a row, place or page
-        that does not exist; CaptureError.
+        Cost: on CUDA one asynchronous copy of the delta, one launch for all table writes, one for each of
+        saves, restores, resets and copies of states, for all rows and layers, and one per group with page
+        copies (two, and memory for the pages, if a page is both source and target). Nothing else is allocated
+        on the device once a delta of the same size was applied on the stream. No synchronisation. Errors:
+        ArgumentError for a delta that is out of order, of other groups or with a duplicate target, or for a
+        stream of another device; OutOfRangeError for a row, place, page or checkpoint that does not exist;
+        CaptureError.
         """
         if not isinstance(delta, Delta):
             raise ArgumentError(f"delta: give what Manager.plan returned, not {type(delta).__name__}")
@@ -178,10 +198,12 @@ class Pools:
             packed = delta.packed
             found = self._rank.check(packed, self._step + 1)
             refuse_capture(self.device, "apply")
-            num_rows, _, _, _, _, num_writes, places, page_ids, copies = found
+            num_rows, _, _, _, _, num_writes, places, page_ids, copies, states = found
             sent = None
-            if num_writes or copies or num_rows:
+            if num_writes or copies or num_rows or states:
                 sent = self._staging.post(packed, self._rooms)
+                if states:
+                    self._apply_states(sent, *states)
                 for group, sources, targets, n, is_disjoint in copies:
                     self._in_order[group].copy_pages(
                         sent[sources : sources + n], sent[targets : targets + n], is_disjoint=is_disjoint
@@ -191,6 +213,28 @@ class Pools:
             self._rank.follow(packed)
             self._applied = delta, found, sent
             self._step += 1
+
+    def _apply_states(
+        self,
+        sent: torch.Tensor,
+        saves: tuple[int, int, int, int],
+        restores: tuple[int, int, int, int],
+        resets: tuple[int, int],
+        copies: tuple[int, int, int],
+    ) -> None:
+        """Carry out what a checked delta asks of states: where the sections begin in `sent`, and how many ids
+        they have."""
+        assert self.states is not None
+        assert self.checkpoints is not None
+        regions, checkpoints = self.states.regions(), self.checkpoints.tensor
+        if saves[-1]:
+            kernels.save_states(sent, *saves, regions, checkpoints)
+        if restores[-1]:
+            kernels.restore_states(sent, *restores, regions, checkpoints)
+        if resets[-1]:
+            kernels.fill_rows(regions, *resets, sent)
+        if copies[-1]:
+            kernels.copy_states(sent, *copies, regions)
 
     def batch(self, delta: Delta, *, pad_to: int | tuple[int, int] | None = None) -> Batch:
         """Fill the buffers that kernels read about a step, and return them. They never move.
@@ -243,30 +287,36 @@ class Pools:
     def reset(self, step: int = 0) -> None:
         """Expect the delta of step + 1 next. Call it without an argument after `Manager.reset`.
 
-        When no row is running, it also lets a rank that missed deltas join again. Tables and pages keep their
-        old contents, which no row or hit of the manager refers to. Errors: ArgumentError.
+        When no row is running, it also lets a rank that missed deltas join again. Tables, pages, states and
+        checkpoints keep their old contents, which no row or hit of the manager refers to. Errors:
+        ArgumentError.
         """
         with self._lock:
             self._step, self._applied = number(step, "step"), None
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return every tensor on the device: pages, tables and the buffers of batches."""
+        """Return every tensor on the device: pages, states, checkpoints, tables, buffers of batches."""
         pages = [buffer for pool in self.pools.values() for buffer in (*pool.k_buffer, *pool.v_buffer)]
-        return [*pages, self.flat_table, *self._buffers.tensors.values()]
+        states = [] if self.states is None else list(self.states.tensors.values())
+        checkpoints = [] if self.checkpoints is None else [self.checkpoints.tensor]
+        return [*pages, *states, *checkpoints, self.flat_table, *self._buffers.tensors.values()]
 
     def memory_bytes(self) -> int:
-        """Bytes of all pages, tables and batch buffers, padding included."""
-        pages = sum(pool.memory_bytes() for pool in self.pools.values())
-        return pages + self.flat_table.nbytes + self._buffers.memory_bytes()
+        """Bytes of all pages, states, checkpoints, tables and batch buffers, padding included."""
+        stored = sum(pool.memory_bytes() for pool in (*self.pools.values(), *self._state_pools()))
+        return stored + self.flat_table.nbytes + self._buffers.memory_bytes()
 
     def check(self) -> None:
         """Verify invariant 6. Errors: InvariantError."""
         if self._addresses() != self._at:
             raise InvariantError(6, "a table has moved")
-        for pool in self.pools.values():
+        for pool in (*self.pools.values(), *self._state_pools()):
             pool.check()
         self._buffers.check()
         self._staging.check()
+
+    def _state_pools(self) -> list[StatePool | CheckpointPool]:
+        return [pool for pool in (self.states, self.checkpoints) if pool is not None]
 
     def _addresses(self) -> list[int]:
         return [self.flat_table.data_ptr(), *(table.data_ptr() for table in self.tables.values())]
@@ -289,10 +339,8 @@ class Pools:
 def _groups_of(layout: Any) -> tuple[PagedGroup, ...]:
     if not isinstance(layout, Layout):
         raise ConfigError(f"layout: give a Layout, not {type(layout).__name__}")
-    if layout.state_group is not None:
-        raise ConfigError("layout: it has a state group, and Pools hold paged groups only: use StatePool")
-    if not layout.paged_groups:
-        raise ConfigError("layout: it has no paged group, so there is nothing to store")
+    if not layout.groups:
+        raise ConfigError("layout: it has no groups, so there is nothing to store")
     return layout.paged_groups
 
 
@@ -334,13 +382,19 @@ def _geometries(
     return found
 
 
-def _layers_of(layout: Layout, pools: Mapping[str, TokenPool]) -> list[Layer | None]:
+def _layers_of(
+    layout: Layout, pools: Mapping[str, TokenPool], states: StatePool | None
+) -> list[Layer | None]:
     places = {
-        layer: (group, index) for group in layout.paged_groups for index, layer in enumerate(group.layers)
+        layer: (group, pools[group.name], index)
+        for group in layout.paged_groups
+        for index, layer in enumerate(group.layers)
     }
+    with_state = () if layout.state_group is None else layout.state_group.layers
     found: list[Layer | None] = []
     for layer in range(len(layout.layers)):
         source = layout.source(layer)
         place = places.get(source)
-        found.append(place and Layer(layer, source, place[0], pools[place[0].name], place[1]))
+        state = states.layer(with_state.index(layer)) if states and layer in with_state else {}
+        found.append(Layer(layer, source, place, state) if place or state else None)
     return found

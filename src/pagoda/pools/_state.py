@@ -1,10 +1,12 @@
-"""States of fixed size per request: recurrent states, convolution tails, windows in rings."""
+"""States of fixed size per request: recurrent states, convolution tails, windows in rings. In: rows; out: the
+tensors that kernels read and write. Tensors never move (invariant 6)."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,19 +39,25 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int6
 class StateSpec(NamedTuple):
     """One tensor of a state: its shape per layer and row, its dtype, and its value after a reset.
 
+    `kept` is what a checkpoint keeps of it: everything (None), or the last `kept` cells before its length, as
+    in `pagoda.layout.TensorSpec`; with `holds_positions`, cells are positions, which follow from the length.
     Data in a format of its own, such as the quantised entries of a window, is uint8 here."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     initial: float = 0.0
+    kept: int | None = None
+    holds_positions: bool = False
 
 
 class StatePool:
     """The named parts of a state, for `num_rows` rows and `num_layers` layers.
 
-    `tensors[name]` is [num_layers, num_rows + 1, *shape]; row 0 is padding. All rows are reset at first.
-    Tensors never move. The caller may supply them as `buffers`: contiguous, of exactly that shape, dtype and
-    device; their contents are then left as they are.
+    `parts` has the parts of every layer, by name; if layers differ, it is a list with one mapping per layer.
+    `tensors[name]` is [layers with this part, num_rows + 1, *shape], in the order of the layers; row 0 is
+    padding. If parts of one name differ between layers, each kind of them has its own tensor: `name`,
+    `name-2`, and so on. All rows are reset at first. Tensors never move. The caller may supply them as
+    `buffers`: contiguous, of exactly that shape, dtype and device; their contents are then left as they are.
 
     Errors: ConfigError, naming the argument.
     """
@@ -58,7 +66,7 @@ class StatePool:
         self,
         num_rows: int,
         num_layers: int,
-        parts: Mapping[str, StateSpec],
+        parts: Mapping[str, StateSpec] | Sequence[Mapping[str, StateSpec]],
         device: torch.device | str = "cuda",
         *,
         buffers: Mapping[str, torch.Tensor] | None = None,
@@ -67,14 +75,22 @@ class StatePool:
         self.num_rows = count(num_rows, "num_rows", low=0)
         self.num_layers = count(num_layers, "num_layers")
         self.device = resolve_device(device)
-        if not isinstance(parts, Mapping):
-            raise ConfigError("parts: give a mapping from names to StateSpec")
-        self.parts = {name: _checked(name, part) for name, part in parts.items()}
+        self.parts: dict[str, StateSpec] = {}  # by name in `tensors`
+        # [layer][part's name]: its name in `tensors`, and its index there.
+        self._layers: list[dict[str, tuple[str, int]]] = []
+        sizes: dict[str, int] = {}  # layers of each tensor
+        for layer in _by_layer(parts, self.num_layers):
+            places = {}
+            for name, part in layer.items():
+                key = next(key for key in _keys(name) if self.parts.setdefault(key, part) == part)
+                places[name] = key, sizes.get(key, 0)
+                sizes[key] = sizes.get(key, 0) + 1
+            self._layers.append(places)
         self.tensors: dict[str, torch.Tensor] = {}
         if buffers is not None and (not isinstance(buffers, Mapping) or set(buffers) != set(self.parts)):
             raise ConfigError(f"buffers: give one tensor for each of {', '.join(self.parts)}")
         for name, part in self.parts.items():
-            shape = (self.num_layers, self.num_rows + 1, *part.shape)
+            shape = (sizes[name], self.num_rows + 1, *part.shape)
             if buffers is None:
                 self.tensors[name] = filled(shape, part.dtype, self.device, part.initial)
             else:
@@ -96,39 +112,44 @@ class StatePool:
     ) -> StatePool:
         """Allocate the pool of a group. Layers are numbered from 0 in the order of `group.layers`.
 
-        Errors: ConfigError, also for layers that keep different states.
+        Errors: ConfigError.
         """
         if not isinstance(group, StateGroup):
             raise ConfigError(f"group: give a StateGroup of a Layout, not {type(group).__name__}")
-        if len(set(group.parts)) > 1:
-            raise ConfigError(
-                f"group {group.name}: its layers keep different states, and a StatePool holds one kind: make "
-                "one pool per kind"
-            )
-        parts = {
-            part.name: StateSpec(part.shape, getattr(torch, part.dtype), part.initial)
-            for part in group.parts[0]
-        }
-        return cls(num_rows, len(group.layers), parts, device, staging=staging)
+        layers = [
+            {
+                part.name: StateSpec(
+                    part.shape, getattr(torch, part.dtype), part.initial, part.kept, part.holds_positions
+                )
+                for part in parts
+            }
+            for parts in group.parts
+        ]
+        return cls(num_rows, len(group.layers), layers, device, staging=staging)
 
     def layer(self, layer: int) -> dict[str, torch.Tensor]:
         """Return views of a layer's parts: [num_rows + 1, *shape] each. Errors: ArgumentError."""
         at = layer_number(layer, self.num_layers)
-        return {name: tensor[at] for name, tensor in self.tensors.items()}
-
-    def rows(self) -> list[tuple[torch.Tensor, float]]:
-        """Return each part of each layer, [num_rows + 1, *shape], with its value after a reset."""
         with torch.inference_mode(False):  # the views are written outside of it
-            return [
-                (part, self.parts[name].initial)
-                for layer in range(self.num_layers)
-                for name, part in self.layer(layer).items()
-            ]
+            return {name: self.tensors[key][index] for name, (key, index) in self._layers[at].items()}
 
-    def regions(self, layer: int) -> kernels.Regions:
-        """Return the regions of one layer, for `kernels.fill_rows`. Errors: ArgumentError."""
-        begin = layer_number(layer, self.num_layers) * len(self.parts)
-        return self._regions.some(begin, begin + len(self.parts))
+    def rows(self) -> list[kernels.Region]:
+        """Return each part of each layer, [num_rows + 1, *shape], with its value after a reset and what a
+        checkpoint keeps of it."""
+        return [
+            kernels.Region(tensor, spec.initial, spec.kept, spec.holds_positions)
+            for number, places in enumerate(self._layers)
+            for name, tensor in self.layer(number).items()
+            for spec in [self.parts[places[name][0]]]
+        ]
+
+    def regions(self, layer: int | None = None) -> kernels.Regions:
+        """Return the regions of all layers, or of one, for `kernels.fill_rows`. Errors: ArgumentError."""
+        if layer is None:
+            return self._regions
+        at = layer_number(layer, self.num_layers)
+        begin = sum(map(len, self._layers[:at]))
+        return self._regions.some(begin, begin + len(self._layers[at]))
 
     def reset(self, rows: AnyIds) -> None:
         """Reset the states of rows, in all layers, to those of a new request.
@@ -175,7 +196,8 @@ class StatePool:
                 tensor.index_copy_(1, targets_at, tensor.index_select(1, sources_at))
 
     def snapshot(self, row: int, out: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """Copy a row's states in all layers: one tensor per part, [num_layers, *shape], owned by the caller.
+        """Copy a row's states in all layers: one tensor per part, as `tensors` without the rows, owned by the
+        caller.
 
         `out` has tensors of exactly these shapes on the pool's device to copy into; with it nothing is
         allocated, and the call can be captured. Cost: one launch per part, no synchronisation. Errors:
@@ -213,7 +235,7 @@ class StatePool:
             raise ArgumentError(f"{name}: give one tensor for each of {', '.join(self.parts)}")
         for part_name, part in self.parts.items():
             given = states[part_name]
-            wanted = ((self.num_layers, *part.shape), part.dtype, self.device)
+            wanted = ((self.tensors[part_name].shape[0], *part.shape), part.dtype, self.device)
             if not isinstance(given, torch.Tensor) or given.layout != torch.strided:
                 raise ArgumentError(f"{name}[{part_name!r}]: give a dense tensor, not {type(given).__name__}")
             found = (tuple(given.shape), given.dtype, given.device)
@@ -231,13 +253,29 @@ class StatePool:
         self._staging.check()
 
 
+def _by_layer(parts: Any, num_layers: int) -> list[dict[str, StateSpec]]:
+    """Return the checked parts of each layer. Errors: ConfigError."""
+    if isinstance(parts, Mapping):
+        return [{name: _checked(name, part) for name, part in parts.items()}] * num_layers
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(layer, Mapping) for layer in parts):
+        raise ConfigError("parts: give a mapping from names to StateSpec, or one per layer")
+    if len(parts) != num_layers:
+        raise ConfigError(f"parts: give one mapping for each of {num_layers} layers, not {len(parts)}")
+    return [{name: _checked(name, part) for name, part in layer.items()} for layer in parts]
+
+
+def _keys(name: str) -> Iterator[str]:
+    yield name
+    yield from (f"{name}-{number}" for number in itertools.count(2))
+
+
 def _checked(name: str, part: object) -> StateSpec:
     """Return a part that a pool can hold and reset. Errors: ConfigError."""
     try:
-        shape, dtype, initial = StateSpec(*part)  # type: ignore[misc]
+        shape, dtype, initial, kept, holds_positions = StateSpec(*part)  # type: ignore[misc]
         sizes = tuple(count(size, f"shape of {name}", low=0) for size in shape)
     except TypeError:
-        raise ConfigError(f"parts[{name!r}]: give StateSpec(shape, dtype, initial)") from None
+        raise ConfigError(f"parts[{name!r}]: give StateSpec(shape, dtype, initial, kept)") from None
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype of {name}: give one of {', '.join(map(str, _DTYPES))}, not {dtype}")
     try:
@@ -248,4 +286,8 @@ def _checked(name: str, part: object) -> StateSpec:
         stored != initial if not dtype.is_floating_point else math.isinf(stored) > math.isinf(initial)
     ):
         raise ConfigError(f"initial of {name}: {dtype} cannot hold {initial!r}")
-    return StateSpec(sizes, dtype, initial)
+    if kept is not None and count(kept, f"kept of {name}", low=0) > (sizes[0] if sizes else 0):
+        raise ConfigError(f"kept of {name}: give at most the number of its cells, not {kept}")
+    if holds_positions and (kept is None or len(sizes) != 1 or dtype != torch.int32):
+        raise ConfigError(f"holds_positions of {name}: give one int32 per cell, and the number of cells kept")
+    return StateSpec(sizes, dtype, initial, kept, bool(holds_positions))

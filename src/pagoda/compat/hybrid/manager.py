@@ -81,7 +81,8 @@ class KVCacheManager:
         self._groups: list[BlockTable] = []
         self._make_groups(budget)
         self.request_slot_map = filled((self.max_concurrent_requests + 1,), torch.int32, self.device)
-        rows = [row for states in self._states for row in states.rows()]
+        rows: list[tuple[torch.Tensor, float] | kernels.Region] = []
+        rows += [row for states in self._states for row in states.rows()]
         rows += [row for blocks in self._groups for row in blocks.rows()]
         self._admission = kernels.Regions.of([*rows, (self.request_slot_map[:, None], 1)], self.device)
         self._release = kernels.Regions.of([*rows, (self.request_slot_map[:, None], 0)], self.device)
