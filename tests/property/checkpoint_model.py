@@ -1,15 +1,16 @@
-"""Which checkpoints a tree has and which one it gives up, in plain Python. In: what happens to them; out: the next.
+"""Which checkpoints a tree has and which one it gives up, in plain Python.
 
-Two classes: tails and branch points, which requests are likely to resume from, and interval points and tails that
-a deeper tail has superseded. The second goes first, by powers of two of the gap to the checkpoint before, then by
-age; of the first goes what is worth least: inflation at its last use + share of its kind that was resumed * gap.
-A worth is looked at again when it is the least.
+In: what happens to checkpoints; out: the next one to go. Two classes: tails and branch points, which
+requests are likely to resume from, and interval points and tails that a deeper tail has superseded. The second
+goes first, by powers of two of the gap to the checkpoint before, then by age; of the first goes what is worth
+least: inflation at its last use + share of its kind that was resumed * gap. A worth is looked at again when it
+is the least, and at each eviction that of one id, in turn.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-TAILS = ("fresh", "continued")
+TAILS = ("fresh", "continued")  # of paths that begin anew or part from others; that go on where one ended
 
 
 @dataclass
@@ -19,11 +20,12 @@ class Save:
     length: int
     kind: str
     is_rolling: bool
+    id: int = 0  # known from the delta that saves it
 
 
 @dataclass
 class Kept:
-    length: int
+    save: Save
     kind: str
     inflation: float
     is_resumed: bool = False
@@ -48,6 +50,7 @@ class Checkpoints:
     reuse: dict[str, list[float]] = field(default_factory=prior)  # a kind: how many were saved, and resumed
     inflation: float = 0.0
     clock: int = 0
+    hand: int = 0  # the id that was looked at last
     num_held: int = 0  # by rows
     saved: int = 0
     resumed: int = 0
@@ -66,7 +69,7 @@ class Checkpoints:
 
     def gap(self, key: int) -> int:
         before = self.before(key)
-        return self.kept[key].length - (self.kept[before].length if before else 0)
+        return self.kept[key].save.length - (self.kept[before].save.length if before else 0)
 
     def look_at(self, key: int) -> None:
         it, gap = self.kept[key], self.gap(key)
@@ -91,7 +94,7 @@ class Checkpoints:
         if key in self.kept:
             return
         self.saved += 1
-        self.kept[key] = Kept(save.length, save.kind, self.inflation)
+        self.kept[key] = Kept(save, save.kind, self.inflation)
         self.count_saved(save.kind)
         self.enlist(key, save.kind == "interval")
         if save.kind not in TAILS:
@@ -122,6 +125,12 @@ class Checkpoints:
 
     def next(self, also_first: bool) -> int:
         """The one to give up, 0 if there is none."""
+        if self.total == 0:
+            return 0
+        self.hand = self.hand % self.total + 1
+        for key, it in self.kept.items():
+            if it.save.id == self.hand:
+                self.look_at(key)
         for is_second in (True, False) if also_first else (True,):
             while key := self.least(is_second):
                 self.look_at(key)

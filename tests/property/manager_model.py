@@ -14,7 +14,7 @@ import numpy as np
 
 from pagoda.manager import Delta
 from pagoda.pools import Pools
-from property.checkpoint_model import TAILS, Checkpoints, Save
+from property.checkpoint_model import Checkpoints, Save
 
 Ranges = list[tuple[int, int, bytes]]
 
@@ -76,7 +76,7 @@ class RowModel:
     cuts: dict[int, str] = field(default_factory=dict)  # where to save its prefill: the kind of checkpoint
     saves: list[Save] = field(default_factory=list)
     first_rolling: int = 0  # from this length on it decodes
-    is_continued: bool = False  # it resumed from a tail
+    is_continued: bool = False  # it goes on where another path ended
 
     @property
     def computed(self) -> int:
@@ -120,7 +120,7 @@ class Model:
     evicted_pages: int = 0
     is_blurred: bool = False  # something was dropped or invalidated: what is left of it is not modelled
     checkpoints: Checkpoints | None = None  # with states
-    to_save: list[tuple[int, int]] = field(default_factory=list)  # rows and lengths of the next delta's saves
+    to_save: list[tuple[int, Save]] = field(default_factory=list)  # rows and saves of the next delta
 
     @property
     def is_exact(self) -> bool:
@@ -206,25 +206,31 @@ class Model:
             path.pop()
         return path
 
-    def cuts(self, length: int, hit: int, found: int) -> dict[int, str]:
-        """Where a prompt that is stored should be saved: lengths and kinds, ascending."""
+    def cuts(self, length: int, hit: int, branch: int | None) -> dict[int, str]:
+        """Where a prompt that is stored should be saved: lengths and kinds, ascending. `branch`: where it
+        parts from others."""
         if self.checkpoints is None or self.checkpoints.total == 0:
             return {}
         last, step = (length - 1) // self.resume_step * self.resume_step, self.checkpoints.interval
         cuts = dict.fromkeys(range(step, last, step), "interval")
-        if found < last:
-            cuts[found] = "branch"
+        if branch is not None:
+            cuts[branch] = "branch"
         cuts[last] = "tail"
         return {at: cuts[at] for at in sorted(cuts) if at > hit}
 
-    def resumes(self, row: RowModel, hit: int, found: list[int]) -> None:
-        """A row that was just admitted resumes from a checkpoint. `found`: the pages that it matched."""
-        assert self.checkpoints is not None
-        key, further = found[hit // self.resume_step - 1], len(found) * self.resume_step - hit
-        row.is_continued = self.checkpoints.kept[key].kind in TAILS
-        goes_on = any(page.parent == found[-1] for page in self.cached.values())
-        parts = goes_on and (len(row.prompt) - 1) // self.resume_step > len(found)
-        self.checkpoints.resume(key, further <= 1024, parts and further // self.resume_step <= 64)
+    def start_state(self, row: RowModel, hit: int, found: list[int], goes_on: bool, most: int) -> None:
+        """What a row that is admitted finds: pages as `found`, with others behind them if the path goes on,
+        and a checkpoint at `hit`."""
+        if self.checkpoints is None:
+            return
+        end = len(found) * self.resume_step
+        parts = goes_on and len(found) < most // self.resume_step
+        row.is_continued = end > 0 and not goes_on
+        if row.is_stored:
+            row.cuts = self.cuts(len(row.prompt), hit, end if parts else None)
+        if hit:
+            is_near, is_close = end - hit <= 1024, (end - hit) // self.resume_step <= 64
+            self.checkpoints.resume(found[hit // self.resume_step - 1], is_near, parts and is_close)
 
     def admission(self, path: list[int], target: int) -> tuple[list[int], int]:
         """Pages that an admission needs, and cached ones that its hit would lock."""
@@ -255,6 +261,7 @@ class Model:
         """`hit` is what the manager said: with windows the model takes its word."""
         assert number not in self.rows
         found = self.found_path(space, ranges, tokens, most) if self.is_exact else []
+        goes_on = any(page.parent == (found[-1] if found else 0) for page in self.cached.values())
         path = self.page_keys(space, ranges, tokens)[: hit // self.resume_step]
         if self.is_exact:
             needed, _ = self.admission(path, reserved)
@@ -277,10 +284,8 @@ class Model:
             first_rolling=len(tokens),
         )
         self.rows[number] = row
-        if self.is_exact and is_stored:
-            row.cuts = self.cuts(len(tokens), hit, len(found) * self.resume_step)
-        if self.is_exact and self.checkpoints is not None and hit:
-            self.resumes(row, hit, found)
+        if self.is_exact:
+            self.start_state(row, hit, found, goes_on, most)
         self.admitted += 1
         self.admitted_tokens += len(tokens)
         self.hit_tokens += hit
@@ -351,8 +356,9 @@ class Model:
         if kind not in ("branch", "interval"):
             kind = "continued" if row.is_continued else "fresh"
         assert self.checkpoints is not None
-        if self.checkpoints.take(Save(row.computed, kind, is_rolling), row.saves):
-            self.to_save.append((number, row.computed))
+        save = Save(row.computed, kind, is_rolling)
+        if self.checkpoints.take(save, row.saves):
+            self.to_save.append((number, save))
 
     def last_rolling(self, row: RowModel) -> Save | None:
         """The last rolling save whose tokens are committed."""
@@ -493,9 +499,10 @@ class Model:
 
 
 class Device:
-    """Tables, pages and states of one rank. A page keeps what was written last, whoever has it. Of each
-    token's keys the first number is its content; a group of entries has the content of the last token of each.
-    The state of a row is its length and the content of its last token."""
+    """Tables, pages and states of one rank: the tensors of real pools, looked into. A page keeps what was
+    written last, whoever has it. Of each token's keys the first number is its content, small enough to be
+    exact in float32; a group of entries has the content of the last token of each entry. The state of a row is
+    the content of its last token, and in rings those of the tokens before it, by position."""
 
     def __init__(self, groups: list[GroupModel], num_rows: int, max_tokens: int, pools: Pools | None) -> None:
         self.groups, self.pools = groups, pools

@@ -262,7 +262,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert got.cuts == tuple(row.cuts)
             return
         # Where pages matched further than checkpoints is not known.
-        few = set(model.cuts(len(row.prompt), got.hit, got.hit)) if row.is_stored else set()
+        few = set(model.cuts(len(row.prompt), got.hit, None)) if row.is_stored else set()
         more = set(got.cuts) - few
         assert sorted(few | more) == list(got.cuts)
         assert len(more) <= (len(few) > 0)
@@ -495,20 +495,25 @@ class ManagerMachine(RuleBasedStateMachine):
             if model.is_exact and n:
                 model.plan_save(number)
         self.known_ids = self.tree_ids()
+        if model.is_exact:
+            assert self.known_ids == {it.save.id for it in model.checkpoints.kept.values()}
 
     def says_states(self, delta: Delta) -> None:
         """The delta has the saves of the last step, and the beginning of each row that came since."""
         model = self.model
         rows, lengths, ids = (part.tolist() for part in delta.saves)
         if model.is_exact:
-            assert list(zip(rows, lengths, strict=True)) == model.to_save
+            assert rows == [number for number, _ in model.to_save]
+            assert lengths == [save.length for _, save in model.to_save]
+        for (_, save), id in zip(model.to_save, ids, strict=model.is_exact):
+            save.id = id
         model.to_save.clear()
         assert all(self.planned[row] == length for row, length in zip(rows, lengths, strict=True))
         assert len(set(ids)) == len(ids)
         begun = dict(zip(*(part.tolist() for part in delta.restores[:2]), strict=True))
         resets, (sources, targets) = delta.resets.tolist(), (part.tolist() for part in delta.state_copies)
         if model.checkpoints is None:
-            assert not begun and not resets and not targets
+            assert not [*begun, *resets, *targets]
         else:
             assert begun == {row: hit for row, hit in self.restores.items() if hit}
             assert sorted(resets) == sorted(row for row, hit in self.restores.items() if not hit)
