@@ -249,6 +249,24 @@ def test_copies_and_resets_of_several_rows(parts: list[Part], offset: int, data:
             assert whole[offset + content.size :].eq(77).all()
 
 
+def test_parts_of_which_nothing_is_kept_and_parts_without_bytes_are_reset():
+    shapes = [(4,), (4, 2), (0,), ()]
+    for kernels, device in ((fused, DEVICE), (reference, "cpu")):
+        tensors = [torch.full((3, *shape), 5, dtype=torch.int32, device=device) for shape in shapes]
+        kept = [(-1, 0, True), (2, 0, False), (0, None, False), (7, 0, False)]
+        regions = Regions.of([Region(*each) for each in zip(tensors, *zip(*kept, strict=True), strict=True)],
+                             torch.device(device))  # fmt: skip
+        assert regions.checkpoint_bytes == 0
+        packed = torch.tensor([1, 6, 1], dtype=torch.int32, device=device)
+        checkpoints = torch.zeros(2, 16, dtype=torch.uint8, device=device)
+        kernels.save_states(packed, 0, 1, 2, 1, regions, checkpoints)
+        kernels.restore_states(packed, 0, 1, 2, 1, regions, checkpoints)
+        for tensor, (value, _, _) in zip(tensors, kept, strict=True):
+            assert tensor[1].eq(value).all(), kernels.__name__
+            assert tensor[[0, 2]].eq(5).all()
+        assert not checkpoints.any()
+
+
 def test_checkpoints_have_no_padding_between_parts_and_no_part_is_less_aligned_than_its_size():
     shapes = [(3,), (32,), (2, 5), (16,), (7,), (1,), (4,)]
     regions = Regions.of([(torch.zeros(2, *shape), 0.0) for shape in shapes], torch.device("cpu"))

@@ -60,7 +60,7 @@ def restore_states(
     row, length, at = _pairs(packed, rows, lengths, ids, n, regions, checkpoints)
     for region, begin in zip(regions.rows, regions.offsets, strict=True):
         region.tensor[row] = region.value
-        if not (region.kept_bytes or region.holds_positions) or not len(row):
+        if not region.kept_cells or not region.row_bytes or not len(row):
             continue
         position, cell = _cells(region, length)
         if region.holds_positions:
