@@ -4,16 +4,11 @@
 `Model` has rows, leases and cached pages as lists and dicts. Where no group has a window it knows every hit,
 every eviction and every count exactly; where one has, it knows what a hit may and must at least be.
 With states a hit also needs a checkpoint, and the model knows which ones there are (`Checkpoints`).
-`Device` is the other side: tables and pages as a rank has them, moved by deltas alone.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from pagoda.manager import Delta
-from pagoda.pools import Pools
 from property.checkpoint_model import Checkpoints, Save
 
 Ranges = list[tuple[int, int, bytes]]
@@ -496,83 +491,3 @@ class Model:
         if saved is not None and not self.groups:
             best = max([best, *(i + 1 for i, key in enumerate(mine) if key in saved)])
         return best
-
-
-class Device:
-    """Tables, pages and states of one rank: the tensors of real pools, looked into. A page keeps what was
-    written last, whoever has it. Of each token's keys the first number is its content, small enough to be
-    exact in float32; a group of entries has the content of the last token of each entry. The state of a row is
-    the content of its last token, and in rings those of the tokens before it, by position."""
-
-    def __init__(self, groups: list[GroupModel], num_rows: int, max_tokens: int, pools: Pools | None) -> None:
-        self.groups, self.pools = groups, pools
-        self.shapes = [(num_rows + 1, group.pages_for(max_tokens)) for group in groups]
-        sizes = [rows * pages for rows, pages in self.shapes]
-        self.offsets = np.cumsum([0, *sizes]).tolist()
-        self.flat = np.zeros(self.offsets[-1], dtype=np.int32)
-        self.memory = [np.zeros((g.total + 1, g.page_tokens // g.ratio), dtype=np.int64) for g in groups]
-        if pools is not None:
-            self.flat = pools.flat_table.numpy()
-            assert self.flat.shape == (self.offsets[-1],)
-            self.memory = [
-                pools[g.name].k_buffer[0].numpy()[:, 0, 0].reshape(g.total + 1, g.page_tokens) for g in groups
-            ]
-            assert all(
-                np.shares_memory(m, pools[g.name].k_buffer[0].numpy())
-                for m, g in zip(self.memory, groups, strict=True)
-            )
-        self.states: dict[int, tuple[int, int]] = {}
-        self.checkpoints: dict[int, tuple[int, int]] = {}
-        self.in_flight: dict[int, list[set[int]]] = {}  # a step: pages of each group that it reads or writes
-
-    def apply(self, delta: Delta) -> None:
-        if self.pools is not None:
-            self.pools.apply(delta)
-            return
-        for row, length, id in zip(*(part.tolist() for part in delta.saves), strict=True):
-            assert self.states[row][0] == length, "a state is saved that has moved on"
-            self.checkpoints[id] = self.states[row]
-        for row, length, id in zip(*(part.tolist() for part in delta.restores), strict=True):
-            assert self.checkpoints[id][0] == length
-            self.states[row] = self.checkpoints[id]
-        for row in delta.resets.tolist():
-            self.states[row] = (0, 0)
-        for source, target in zip(*(part.tolist() for part in delta.state_copies), strict=True):
-            self.states[target] = self.states[source]
-        for memory, (sources, targets) in zip(self.memory, delta.copies, strict=True):
-            memory[targets] = memory[sources]
-        self.flat[delta.places] = delta.page_ids
-
-    def table(self, g: int) -> np.ndarray:
-        return self.flat[self.offsets[g] : self.offsets[g + 1]].reshape(self.shapes[g])
-
-    def place(self, index: int) -> tuple[int, int, int]:
-        """Group, row and page of a place in the flat table."""
-        g = next(g for g in range(len(self.groups)) if index < self.offsets[g + 1])
-        row, page = divmod(index - self.offsets[g], self.shapes[g][1])
-        return g, row, page
-
-    def entries(self, g: int, row: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Positions from begin to end where an entry ends, and the pages and places of these entries."""
-        size, ratio = self.groups[g].page_tokens, self.groups[g].ratio
-        at = np.arange(begin + (-begin - 1) % ratio, end, ratio)
-        return at, self.table(g)[row, at // size], at % size // ratio
-
-    def write(self, row: int, begin: int, values: list[int]) -> None:
-        for g in range(len(self.groups)):
-            at, pages, places = self.entries(g, row, begin, begin + len(values))
-            assert (pages > 0).all(), "tokens are computed that have no place"
-            self.memory[g][pages, places] = np.array(values)[at - begin]
-
-    def read(self, g: int, row: int, begin: int, end: int) -> dict[int, int]:
-        """What the entries of a row between two positions hold, by position."""
-        at, pages, places = self.entries(g, row, begin, end)
-        return dict(zip(at.tolist(), self.memory[g][pages, places].astype(int).tolist(), strict=True))
-
-    def pages(self, g: int, row: int, begin: int, end: int) -> set[int]:
-        """Pages that hold tokens begin … end - 1 of a row."""
-        if begin >= end:
-            return set()
-        size = self.groups[g].page_tokens
-        ids = self.table(g)[row, begin // size : -(-end // size)].tolist()
-        return set(ids)

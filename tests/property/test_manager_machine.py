@@ -9,13 +9,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagoda import CompressedAttention, FullAttention, GatedDelta, LatentAttention, Layout, WindowAttention
+from pagoda import (
+    CompressedAttention,
+    FullAttention,
+    GatedDelta,
+    LatentAttention,
+    Layout,
+    RingWindow,
+    WindowAttention,
+)
 from pagoda.errors import ArgumentError, CapacityError, NotHeldError, OutOfRangeError, PagodaError
 from pagoda.layout import latent, plain
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Pools
 from profiles import examples
-from property.manager_model import Device, GroupModel, Model, Ranges, RowModel
+from property.manager_device import Device
+from property.manager_model import GroupModel, Model, Ranges, RowModel
 
 RUNS = settings(max_examples=examples(60), stateful_step_count=50)
 
@@ -34,6 +43,7 @@ def compressed(ratio: int, overlap: bool) -> CompressedAttention:
 
 
 CSA, HCA = compressed(2, True), compressed(4, False)
+RING = RingWindow(entry=plain("window", 1, 1, "float32"), window=5)
 
 PLAIN = [
     Layout([FULL], 1),
@@ -56,8 +66,7 @@ STATES = [
     Layout([FULL, STATE], 1),
     Layout([FULL, STATE], 4),
     Layout([STATE, LATENT, FULL], {"full": 2, "latent": 6}),
-    Layout([CSA, HCA], {"csa": 4, "hca": 8}),
-    Layout([FULL, STATE, CSA, HCA], {"full": 2, "csa": 4, "hca": 4}),
+    Layout([FULL, RING, STATE], 4),
 ]
 STATES_AND_WINDOWS = [
     Layout([STATE], 4),
@@ -65,7 +74,6 @@ STATES_AND_WINDOWS = [
     Layout([window(5), STATE], 2),
     Layout([window(5), FULL, STATE], {"full": 8, "window": 4}),
     Layout([STATE, window(3), window(10)], {"window": 2, "window-2": 4}),
-    Layout([FULL, window(9), STATE, CSA, HCA], {"full": 4, "window": 8, "csa": 4, "hca": 8}),
 ]
 MOST_PAGES = 5  # of the tree, in a prompt
 
@@ -109,10 +117,8 @@ class ManagerMachine(RuleBasedStateMachine):
             checkpoint_interval=interval,
         )
         assert self.manager.resume_step == step
-        pools = None
-        if layout.state_group is None:
-            pools = Pools(layout, capacity, num_rows=num_rows, max_tokens=max_tokens, device="cpu")
-        self.device = Device(groups, num_rows, max_tokens, pools)
+        pools = Pools(layout, capacity, num_rows=num_rows, max_tokens=max_tokens, device="cpu")
+        self.device = Device(layout, groups, pools)
         self.size = step
         self.past: list[tuple[list[int], Ranges]] = [([], [])]
         self.copied: dict[
@@ -128,8 +134,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.allowed: set[tuple[int, int, int]] = set()  # and that may be
         self.restores: dict[int, int] = {}  # rows that begin in the next delta: tokens they resume from
         self.sources: dict[int, int] = {}  # rows that were forked for the next delta: whose state they get
-        self.planned: dict[int, int] = {}  # the last step: its rows, and where it left them
+        self.planned: dict[int, list[int]] = {}  # the last step: its rows, and the contents of their tokens
         self.known_ids: set[int] = set()  # checkpoints that were in the tree after the last plan
+        self.contents: dict[int, int] = {}  # of checkpoints, as the deltas saved them
 
     # What calls are given
 
@@ -199,7 +206,7 @@ class ManagerMachine(RuleBasedStateMachine):
         """Contents of checkpoints that are surely in the tree; None if a hit needs none."""
         if self.model.checkpoints is None:
             return None
-        return {self.device.checkpoints[id][1] for id in self.known_ids & self.tree_ids()}
+        return {self.contents[id] for id in self.known_ids & self.tree_ids()}
 
     # Requests
 
@@ -470,11 +477,9 @@ class ManagerMachine(RuleBasedStateMachine):
                 touched[g] |= device.pages(g, number, group.first_read(row.committed), end)
             if end > begin:
                 values = model.values(row, end)
-                device.write(number, begin, values[begin:])
+                assert device.has_state(number, values[:begin]), "the state of another prefix"
+                device.write(number, begin, values)
                 row.steps += [step] * (end - begin)
-                if model.checkpoints is not None:
-                    assert device.states[number] == self.state(row, begin), "the state of another prefix"
-                    device.states[number] = (end, values[-1])
         for earlier in device.in_flight.values():
             for g in range(len(model.groups)):
                 assert not fresh[g] & earlier[g], "a page was handed out that a step in flight may use"
@@ -484,13 +489,12 @@ class ManagerMachine(RuleBasedStateMachine):
             self.saves(planned)
         self.looks_right()
 
-    def state(self, row: RowModel, length: int) -> tuple[int, int]:
-        return length, self.model.values(row, length)[-1] if length else 0
-
     def saves(self, planned: dict[int, int]) -> None:
         """What the step left on a cut or a boundary is saved in the next."""
         model = self.model
-        self.planned = {number: model.rows[number].computed for number in planned}
+        self.planned = {
+            number: model.values(model.rows[number], model.rows[number].computed) for number in planned
+        }
         for number, n in planned.items():
             if model.is_exact and n:
                 model.plan_save(number)
@@ -508,8 +512,11 @@ class ManagerMachine(RuleBasedStateMachine):
         for (_, save), id in zip(model.to_save, ids, strict=model.is_exact):
             save.id = id
         model.to_save.clear()
-        assert all(self.planned[row] == length for row, length in zip(rows, lengths, strict=True))
         assert len(set(ids)) == len(ids)
+        for row, length, id in zip(rows, lengths, ids, strict=True):
+            assert length == len(self.planned[row])
+            assert self.device.has_state(row, self.planned[row]), "a state is saved that has moved on"
+            self.contents[id] = self.planned[row][-1]
         begun = dict(zip(*(part.tolist() for part in delta.restores[:2]), strict=True))
         resets, (sources, targets) = delta.resets.tolist(), (part.tolist() for part in delta.state_copies)
         if model.checkpoints is None:
@@ -571,8 +578,8 @@ class ManagerMachine(RuleBasedStateMachine):
                     assert found == {at: values[at] for at in found}
                 for id in device.pages(g, number, begin, row.committed):
                     assert writable.get(id, number) == number, "a row may write to what another reads"
-        for number, row in model.rows.items() if model.checkpoints is not None else ():
-            assert device.states[number] == self.state(row, row.computed)
+        for number, row in model.rows.items():
+            assert device.has_state(number, model.values(row, row.computed))
 
     @precondition(lambda self: self.passed < self.model.step - 1 - self.k)
     @rule(data=st.data())
@@ -727,8 +734,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.model, self.passed = fresh, 0
         self.expected, self.allowed = set(), set()
         self.device.in_flight.clear()
-        if self.device.pools is not None:
-            self.device.pools.reset()
+        self.device.pools.reset()
         self.device.flat[:] = 0
         self.restores, self.sources, self.known_ids = {}, {}, set()
 
