@@ -215,7 +215,8 @@ void PrefixTree::remove(int32_t node) {
 }
 
 int32_t PrefixTree::split(int32_t node, int64_t depth) {
-  std::vector<Checkpoint> above;  // allocated first: nothing else can fail
+  std::vector<Checkpoint> above;  // allocated first, unless it was reserved: nothing else can fail
+  above.swap(upper_checkpoints_);
   size_t num_above = 0;
   if (has_states_) {
     const auto& all = checkpoints_[static_cast<size_t>(node)];
@@ -278,6 +279,14 @@ void PrefixTree::rejoin(int32_t node) {
     const Node &low = nodes_[node], &up = nodes_[parent];
     if (up.is_root() || up.locks > 0 || up.used != low.used || low.is_lost) return;
     if (up.num_children == 1 && up.family == low.family && runs_.can_join(up.run, low.run)) {
+      if (has_states_) {
+        auto& above = checkpoints_[static_cast<size_t>(parent)];
+        try {
+          above.reserve(above.size() + checkpoints_[static_cast<size_t>(node)].size());
+        } catch (const std::bad_alloc&) {  // they stay apart
+          return;
+        }
+      }
       join(parent, node);
     } else {
       node = parent;
@@ -311,7 +320,7 @@ void PrefixTree::join(int32_t upper, int32_t lower) {
     auto& all = checkpoints_[static_cast<size_t>(lower)];
     auto& above = checkpoints_[static_cast<size_t>(upper)];
     if (follows_states_) note_checkpoints(above, lower);
-    above.insert(above.end(), all.begin(), all.end());
+    above.insert(above.end(), all.begin(), all.end());  // memory has been reserved
     all.swap(above);
     above.clear();
   }

@@ -450,6 +450,7 @@ class PrefixTree {
   GrowArray<Owner> owners_;
   bool has_full_ = false;                             // whether some column has no window
   std::vector<std::vector<Checkpoint>> checkpoints_;  // with states: by node, ascending
+  std::vector<Checkpoint> upper_checkpoints_;         // empty: memory for those of the upper node in the next split
   // Where each followed checkpoint is; length 0 if it is not in the tree.
   struct Spot {
     int32_t node;

@@ -259,6 +259,7 @@ Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& co
     for (int32_t node : path_) make_room(node);
     if (from >= 0) make_room(job.at.node);
   }
+  if (has_states_ && from >= 0) upper_checkpoints_.reserve(checkpoints_[static_cast<size_t>(job.at.node)].size());
   if (is_listened_) {
     write_news(job);
     events_.reserve(events_.size() + job.news.size());
