@@ -1,19 +1,30 @@
-"""``python -m bench [name …]``: run all benchmarks, or the named ones; print tables and write JSON."""
+"""``python -m bench [name …] [--trace PATH]``: run all benchmarks, or the named ones; tables and JSON.
+
+`--trace` is a recorded stream of requests for `checkpoints` (`bench.checkpoints.workloads.trace`).
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 
-HOST = ["ids", "arrays", "tree", "manager", "gather", "hf"]
+HOST = ["ids", "arrays", "tree", "manager", "checkpoints", "gather", "hf"]
 GPU = ["store", "pack", "states", "staging", "delta", "hybrid"]
 
 
 def main() -> int:
-    names = sys.argv[1:] or HOST + GPU
+    parser = argparse.ArgumentParser(prog="python -m bench")
+    parser.add_argument("names", nargs="*", metavar="name", help=", ".join(HOST + GPU))
+    parser.add_argument("--trace", type=Path, help="a recorded stream of requests for checkpoints")
+    asked = parser.parse_args()
+    names = asked.names or HOST + GPU
+    options: dict[str, dict[str, Any]] = {"checkpoints": {"trace": asked.trace}}
     unknown = sorted(set(names) - set(HOST + GPU))
     if unknown:
         print(
@@ -27,7 +38,7 @@ def main() -> int:
             continue
         begin = time.perf_counter()
         print(f"\n{name} …", flush=True)
-        importlib.import_module(f"bench.{name}").run()
+        importlib.import_module(f"bench.{name}").run(**options.get(name, {}))
         print(f"\n{name}: {time.perf_counter() - begin:.0f} s")
     return 0
 

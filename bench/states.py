@@ -19,8 +19,7 @@ SETS = 2  # of rows and checkpoints; their calls alternate, so that no call find
 
 
 def copy_microseconds(num_bytes: int) -> float:
-    """Return the time in which the device copies that many bytes: as a memory copy or, if that is faster, by a
-    kernel that reads and writes as many."""
+    """Return the time of a device copy of that many bytes, or of a kernel that moves as many: the faster."""
     source = torch.randint(0, 256, (SETS, -(-num_bytes // 8) * 8), dtype=torch.uint8, device="cuda")
     source = source.view(torch.int64)
     target = torch.empty_like(source)

@@ -234,6 +234,34 @@ void release(Managed& self, nb::handle rows) {
   deliver(self.core.tree(), self);
 }
 
+nb::object extend(Managed& self, nb::handle row, nb::handle group, nb::handle n) {
+  const int64_t number = to_int(row, "row", std::numeric_limits<int32_t>::min(), kMaxId);
+  const int64_t g = to_group(self, group), more = to_int(n, "n", 0, kMaxId);
+  auto ids = new_int32(std::min(more, self.core.group(g).max_pages));
+  self.core.extend(number, g, more, ids.data);
+  deliver(self.core.tree(), self);
+  return ids.array;
+}
+
+void trim(Managed& self, nb::handle row, nb::handle group, nb::handle n) {
+  const int64_t number = to_int(row, "row", std::numeric_limits<int32_t>::min(), kMaxId);
+  self.core.trim(number, to_group(self, group), to_int(n, "n", 0, kMaxId));
+}
+
+nb::object alloc_pages(Managed& self, nb::handle group, nb::handle n) {
+  const int64_t g = to_group(self, group), wanted = to_int(n, "n", 0, kMaxId);
+  auto ids = new_int32(std::min(wanted, self.core.group(g).spec.num_pages));
+  self.core.alloc_pages(g, wanted, ids.data);
+  deliver(self.core.tree(), self);
+  return ids.array;
+}
+
+void free_pages(Managed& self, nb::handle group, nb::handle page_ids) {
+  const int64_t g = to_group(self, group);
+  IdArray ids(page_ids, "page_ids");
+  self.core.free_pages(g, ids.borrow());
+}
+
 nb::object fork(Managed& self, nb::handle row, nb::handle n) {
   const int64_t parent = to_int(row, "row", std::numeric_limits<int32_t>::min(), kMaxId);
   const int64_t children = n.is_none() ? 1 : to_int(n, "n", 1, kMaxId);
@@ -450,6 +478,31 @@ rows.)")
 
 Committed tokens cannot be taken back. The row keeps its pages for what it reserves next. Errors: ArgumentError, with states
 also for a row with computed tokens that are not committed; as `reserve` for rows.)")
+      .def("extend", &extend, nb::arg("row").none(), nb::arg("group").none(), nb::arg("n").none() = 1,
+           nb::sig("def extend(self, row: int, group: str, n: int = 1) -> npt.NDArray[np.int32]"),
+           R"(Give a row n more pages of one group, ahead of what it reserves, and return them: [n] int32.
+
+The row owns them, and `reserve` uses them first. Pages come as for `reserve`. Errors: CapacityError; ArgumentError, also
+for more pages than `max_tokens` need; OutOfRangeError, NotHeldError for the row.)")
+      .def(
+          "trim", &trim, nb::arg("row").none(), nb::arg("group").none(), nb::arg("n").none() = 1,
+          nb::sig("def trim(self, row: int, group: str, n: int = 1) -> None"),
+          R"(Take back the last n pages of a row in one group, which are behind its reserved tokens: those that `extend`
+gave, or that a rollback left. They are free at once.
+
+Errors: ArgumentError, also while a planned step has not passed its fence, since it may still read the pages, and for a
+row that was admitted or given pages since the last `plan`; OutOfRangeError, NotHeldError for the row.)")
+      .def(
+          "alloc_pages", &alloc_pages, nb::arg("group").none(), nb::arg("n").none(),
+          nb::sig("def alloc_pages(self, group: str, n: int) -> npt.NDArray[np.int32]"),
+          R"(Return n pages of a group that belong to no row and are not cached, [n] int32: scratch memory of the caller.
+
+The caller owns them until `free_pages`. Pages come as for `reserve`. Errors: CapacityError; ArgumentError.)")
+      .def("free_pages", &free_pages, nb::arg("group").none(), nb::arg("page_ids").none(),
+           nb::sig("def free_pages(self, group: str, page_ids: IdsLike) -> None"),
+           R"(Free pages that `alloc_pages` returned, once the last planned step has passed its fence.
+
+Errors: NotHeldError, also for a page of a row or of the cache; DoubleFreeError, OutOfRangeError; ArgumentError.)")
       .def(
           "release", &release, nb::arg("rows").none(), nb::sig("def release(self, rows: IdsLike | int) -> None"),
           R"(End rows, be they finished, cancelled or preempted. What they committed stays cached until memory is needed.

@@ -81,6 +81,7 @@ void CheckpointOrder::reset() {
   }
   inflation_ = 0;
   clock_ = 0;
+  saves_ = 0;
   hand_ = 0;
 }
 
@@ -98,7 +99,8 @@ void CheckpointOrder::count_saved(CheckpointKind kind) {
 }
 
 void CheckpointOrder::add(int32_t id, CheckpointKind kind, int64_t gap) {
-  entries_[id] = {kind, false, inflation_};
+  if (kind != CheckpointKind::kInterval) ++saves_;
+  entries_[id] = {kind, false, saves_, inflation_};
   count_saved(kind);
   list(id, gap, kind == CheckpointKind::kInterval);
 }
@@ -118,6 +120,7 @@ void CheckpointOrder::resume(int32_t id, int64_t gap, bool is_near, bool parts) 
     ++reuse_[static_cast<size_t>(entry.kind)].resumed;
   }
   entry.inflation = inflation_;
+  entry.used = saves_;
   remove(id);
   list(id, gap, is_second);
 }

@@ -5,7 +5,9 @@
 // deeper tail has superseded. The second class goes first, the closest to the checkpoint before it first, by powers of
 // two, and the oldest of those. In the first class the one of the least worth goes: inflation at its last use + p(kind)
 // * gap, where gap is the number of tokens since the checkpoint before it, and p(kind) the share of checkpoints of its
-// kind that were ever resumed from, learned as it runs. Inflation rises to the worth of what goes, so worth ages.
+// kind that were ever resumed from, learned as it runs. Inflation rises to the worth of what goes, so worth ages. Where
+// everything else is worth little, that takes too long: what was not used during 8 n saves of tails and branch points
+// goes first, for n checkpoints.
 //
 // Worths are stored in two heaps and recomputed when they come to the top, since gaps and shares change. Those that
 // have fallen would never come to the top, so each eviction also recomputes one id, all of them in turn. A call takes
@@ -88,20 +90,15 @@ class CheckpointOrder {
   // checkpoint before it. The caller removes it.
   template <typename Gap>
   int32_t next(bool also_first, Gap gap) {
-    const auto recompute = [&](int32_t id) {
-      if (second_.contains(id)) {
-        second_.change(id, {closeness(gap(id)), second_.key(id).order});
-      } else if (first_.contains(id)) {
-        first_.change(id, {worth_of(id, gap(id)), first_.key(id).order});
-      }
-    };
     hand_ = hand_ % num_ids_ + 1;
-    recompute(hand_);
-    IdHeap& heap = second_.size() > 0 ? second_ : first_;
-    while (heap.size() > 0 && (also_first || &heap == &second_)) {
-      const int32_t id = heap.first();
-      recompute(id);
-      if (heap.first() == id) return id;
+    if (contains(hand_)) update(hand_, gap(hand_));
+    const auto top = [&] {
+      if (second_.size() > 0) return second_.first();
+      return also_first && first_.size() > 0 ? first_.first() : 0;
+    };
+    for (int32_t id; (id = top()) != 0;) {
+      update(id, gap(id));
+      if (top() == id) return id;
     }
     return 0;
   }
@@ -118,6 +115,7 @@ class CheckpointOrder {
   struct Entry {
     CheckpointKind kind;
     bool is_resumed;
+    uint32_t used;     // saves_ at its last use
     double inflation;  // at its last use
   };
   // Checkpoints of a kind: how many were saved, and how many of these were resumed from.
@@ -130,8 +128,24 @@ class CheckpointOrder {
     const Entry& entry = entries_[id];
     return entry.inflation + reuse_[static_cast<size_t>(entry.kind)].share() * static_cast<double>(gap);
   }
+  // Recomputes the key of a listed checkpoint. One that was not used for long goes next.
+  void update(int32_t id, int64_t gap) {
+    const bool is_first = first_.contains(id);
+    if (saves_ - entries_[id].used > kLifetime * static_cast<uint32_t>(num_ids_)) {
+      const int64_t order = (is_first ? first_ : second_).key(id).order;
+      remove(id);
+      second_.add(id, {-1, order});
+    } else if (is_first) {
+      first_.change(id, {worth_of(id, gap), first_.key(id).order});
+    } else {
+      second_.change(id, {closeness(gap), second_.key(id).order});
+    }
+  }
   void count_saved(CheckpointKind kind);
   void list(int32_t id, int64_t gap, bool is_second);
+
+  // Saves of tails and branch points, times the number of checkpoints, that an unused checkpoint survives.
+  static constexpr uint32_t kLifetime = 8;
 
   int32_t num_ids_;
   int32_t hand_ = 0;  // the id recomputed last
@@ -140,6 +154,7 @@ class CheckpointOrder {
   Reuse reuse_[4];            // by kind
   double inflation_ = 0;
   int64_t clock_ = 0;
+  uint32_t saves_ = 0;  // of tails and branch points; it may wrap around
 };
 
 }  // namespace pagoda

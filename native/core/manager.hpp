@@ -87,6 +87,8 @@ class Manager {
     int32_t* table;          // [num_rows + 1, max_pages]: the group's part of the page table
     LazyArray<uint8_t> own;  // [num_rows + 1, max_pages]: 1 if the row owns the page
     int64_t num_own = 0;
+    LazyArray<uint8_t> given_out;  // [num_pages + 1]: 1 for pages of `alloc_pages`; empty before its first call
+    int64_t num_given_out = 0;
     std::vector<int32_t> sources, targets;  // page copies of the step
     LazyArray<int32_t> source_of;           // [num_pages + 1]: source of each copy, by target page; 0 if not a target
     std::vector<int32_t> given_up[2];       // scratch: ids to free; [1] of touched rows
@@ -157,6 +159,13 @@ class Manager {
   void commit(Ids rows, Ids tokens, const PerRow& counts);
   void rollback(Ids rows, const PerRow& counts);
   void release(Ids rows);
+  // Gives a row n more pages of one group, ahead of what it reserves. out: [n].
+  void extend(int64_t row, int64_t g, int64_t n, int32_t* out);
+  // Takes back the last n pages of a row in one group, which are behind its reserved tokens.
+  void trim(int64_t row, int64_t g, int64_t n);
+  // Gives out n pages of a group that belong to no row and are not cached. out: [n].
+  void alloc_pages(int64_t g, int64_t n, int32_t* out);
+  void free_pages(int64_t g, Ids page_ids);
   // rows_out: [n].
   void fork(int64_t row, int64_t n, int32_t* rows_out);
 
@@ -295,6 +304,10 @@ class Manager {
   // Evicts until every free-list has what is needed. The caller has checked that the tree can provide it.
   void make_room(const Needs& needs);
   void evict(Group& group, int64_t num_pages);
+  // Sees to it that n pages of a group are free, or throws OutOfIds.
+  void provide(Group& group, int64_t n);
+  // Throws BadArgument while a planned step has not passed its fence.
+  void require_no_step(const char* call) const;
   void evict_window_page(Group& group);
   // Carries out `removal_` and frees the pages.
   void carry_out_removal();
@@ -330,6 +343,7 @@ class Manager {
   // Gives the tree the saves whose tokens are committed.
   void keep_saves(int64_t number);
   void keep(int64_t number, const Save& save);
+  void supersede_tail(int32_t id);
   // The row ends: the tree gets its last rolling save.
   void end_saves(int64_t number);
   // The row's saves are of no use any more.

@@ -135,6 +135,11 @@ void Manager::plan_save(int64_t number) {
   if (!is_due && length >= request.first_rolling && math_.offset(length) == 0) save.is_rolling = is_due = true;
   set_next_save(number, length);
   if (!is_due) return;
+  const auto is_rolling = [](const Save& each) { return each.is_rolling; };
+  if (save.is_rolling && std::none_of(request.saves.begin(), request.saves.end(), is_rolling)) {
+    // It will supersede the prompt's tail, which may make room for it.
+    supersede_tail(tree_.last_checkpoint(request.lease, row.stored).state_id);
+  }
   save.id = take_checkpoint(request, save);
   if (save.id == 0) return;
   request.saves.push_back(save);
@@ -207,11 +212,14 @@ void Manager::keep(int64_t number, const Save& save) {
   if (!is_kept) return free_checkpoint(save.id);
   ++saved_;
   order_.add(save.id, save.kind, gap(save.id));
-  if (!is_tail(save.kind)) return;
-  // The tail that this one continues, with nothing of the first class between them.
-  int32_t above = tree_.checkpoint_before(save.id).state_id;
-  while (above >= 0 && order_.is_second(above)) above = tree_.checkpoint_before(above).state_id;
-  if (above >= 0 && is_tail(order_.kind(above))) order_.supersede(above, gap(above));
+  if (is_tail(save.kind)) supersede_tail(tree_.checkpoint_before(save.id).state_id);
+}
+
+// Supersedes the tail that a new one continues, if nothing of the first class is between them. id: the last checkpoint
+// before the new one, −1 if there is none.
+void Manager::supersede_tail(int32_t id) {
+  while (id >= 0 && order_.is_second(id)) id = tree_.checkpoint_before(id).state_id;
+  if (id >= 0 && is_tail(order_.kind(id))) order_.supersede(id, gap(id));
 }
 
 void Manager::end_saves(int64_t number) {

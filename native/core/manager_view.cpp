@@ -42,15 +42,12 @@ Manager::Pages Manager::pages(const Group& group) const {
     waiting = tree_.count_released(leases) * group.num_columns;
   }
   const int64_t evictable = group.num_evictable(tree_);
-  return {group.pages.num_free(), evictable, group.num_cached(tree_) - evictable - waiting, group.num_own,
-          group.pages.num_quarantined() + waiting};
+  return {group.pages.num_free(), evictable, group.num_cached(tree_) - evictable - waiting,
+          group.num_own + group.num_given_out, group.pages.num_quarantined() + waiting};
 }
 
 void Manager::reset() {
-  if (passed_ < step_ - 1) {
-    throw BadArgument("reset: steps " + text(passed_ + 1) + " to " + text(step_ - 1) +
-                      " may still be running: call pass_fence(" + text(step_ - 1) + ") when they have finished");
-  }
+  require_no_step("reset");
   tree_.reset();
   row_ids_.reset();
   checkpoint_ids_.reset();
@@ -63,7 +60,8 @@ void Manager::reset() {
   }
   for (Group& group : groups_) {
     group.pages.reset();
-    group.num_own = 0;
+    group.num_own = group.num_given_out = 0;
+    group.given_out = {};
     group.cached = WindowPages(group.has_window() ? group.spec.num_pages : 0, (num_rows_ + 1) * group.max_pages);
   }
   step_ = 1;
@@ -170,10 +168,18 @@ void Manager::check_group(size_t g, const std::vector<NodeInfo>& nodes) const {
     }
   }
   check_window(group, g);
+  int64_t num_given_out = 0;
+  for (int32_t id = 1; group.given_out && id <= group.spec.num_pages; ++id) {
+    if (group.given_out[id] == 0) continue;
+    claim(id, "alloc_pages");
+    ++num_given_out;
+  }
+  if (num_given_out != group.num_given_out)
+    broken(name + text(num_given_out) + " pages are given out, counted " + text(group.num_given_out));
   if (num_own != group.num_own) broken(name + "rows own " + text(num_own) + " pages, counted " + text(group.num_own));
-  if (num_own + num_cached != group.pages.num_held()) {
-    broken(name + text(group.pages.num_held()) + " pages are held, " + text(num_cached) + " by the tree and " +
-           text(num_own) + " by rows");
+  if (num_own + num_cached + num_given_out != group.pages.num_held()) {
+    broken(name + text(group.pages.num_held()) + " pages are held, " + text(num_cached) + " by the tree, " +
+           text(num_own) + " by rows and " + text(num_given_out) + " given out");
   }
 }
 

@@ -120,6 +120,10 @@ void PrefixTree::reserve(int64_t nodes, int64_t chunks) {
     }
     if (has_states_ && checkpoints_.size() < static_cast<size_t>(all)) checkpoints_.resize(static_cast<size_t>(all));
   }
+  if (has_states_) {
+    if (spares_.size() < static_cast<size_t>(nodes)) spares_.resize(static_cast<size_t>(nodes));
+    for (auto& spare : spares_) spare.reserve(most_checkpoints_);
+  }
   children_.reserve(num_nodes_ + nodes);
   runs_.reserve(chunks);
   if (set_of_.empty()) return;
@@ -215,23 +219,22 @@ void PrefixTree::remove(int32_t node) {
 }
 
 int32_t PrefixTree::split(int32_t node, int64_t depth) {
-  std::vector<Checkpoint> above;  // allocated first, unless it was reserved: nothing else can fail
-  above.swap(upper_checkpoints_);
-  size_t num_above = 0;
-  if (has_states_) {
-    const auto& all = checkpoints_[static_cast<size_t>(node)];
-    while (num_above < all.size() && all[num_above].length <= depth) ++num_above;
-    above.assign(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(num_above));
-  }
   const int32_t upper = new_node(nodes_[node].parent, nodes_[node].begin);
   Node& low = nodes_[node];
   Node& up = nodes_[upper];
   const int64_t at = depth - low.begin;
   if (has_states_) {
     auto& all = checkpoints_[static_cast<size_t>(node)];
-    all.erase(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(num_above));
-    checkpoints_[static_cast<size_t>(upper)].swap(above);
-    if (follows_states_) note_checkpoints(checkpoints_[static_cast<size_t>(upper)], upper);
+    const auto below =
+        std::find_if(all.begin(), all.end(), [&](const Checkpoint& each) { return each.length > depth; });
+    if (below != all.begin()) {
+      auto& above = checkpoints_[static_cast<size_t>(upper)];
+      above.swap(spares_.back());  // has room for them
+      spares_.pop_back();
+      above.assign(all.begin(), below);
+      all.erase(all.begin(), below);
+      if (follows_states_) note_checkpoints(above, upper);
+    }
   }
   for (int c = 0; c < num_columns(); ++c) {
     if (!is_window(c)) continue;
@@ -279,22 +282,28 @@ void PrefixTree::rejoin(int32_t node) {
     const Node &low = nodes_[node], &up = nodes_[parent];
     if (up.is_root() || up.locks > 0 || up.used != low.used || low.is_lost) return;
     if (up.num_children == 1 && up.family == low.family && runs_.can_join(up.run, low.run)) {
-      if (has_states_) {
-        auto& above = checkpoints_[static_cast<size_t>(parent)];
-        try {
-          above.reserve(above.size() + checkpoints_[static_cast<size_t>(node)].size());
-        } catch (const std::bad_alloc&) {  // they stay apart
-          return;
-        }
-      }
-      join(parent, node);
+      if (!join(parent, node)) return;
     } else {
       node = parent;
     }
   }
 }
 
-void PrefixTree::join(int32_t upper, int32_t lower) {
+bool PrefixTree::join(int32_t upper, int32_t lower) {
+  if (has_states_) {
+    auto& all = checkpoints_[static_cast<size_t>(lower)];
+    auto& above = checkpoints_[static_cast<size_t>(upper)];
+    try {
+      above.reserve(above.size() + all.size());
+    } catch (const std::bad_alloc&) {
+      return false;
+    }
+    if (follows_states_) note_checkpoints(above, lower);
+    above.insert(above.end(), all.begin(), all.end());
+    all.swap(above);
+    above.clear();
+    most_checkpoints_ = std::max(most_checkpoints_, all.size());
+  }
   Node& up = nodes_[upper];
   Node& low = nodes_[lower];
   children_.erase(low.hash, lower);
@@ -316,17 +325,10 @@ void PrefixTree::join(int32_t upper, int32_t lower) {
   for (int c = 0; c < num_columns(); ++c) {
     if (is_window(c)) held_[static_cast<size_t>(c)][lower] += held_[static_cast<size_t>(c)][upper];
   }
-  if (has_states_) {
-    auto& all = checkpoints_[static_cast<size_t>(lower)];
-    auto& above = checkpoints_[static_cast<size_t>(upper)];
-    if (follows_states_) note_checkpoints(above, lower);
-    above.insert(above.end(), all.begin(), all.end());  // memory has been reserved
-    all.swap(above);
-    above.clear();
-  }
   order_.remove(upper);
   --num_nodes_;
   free_node(upper);
+  return true;
 }
 
 // ── where pages and checkpoints are ─────────────────────────────────────────────────────────────────────────────────
@@ -389,6 +391,7 @@ bool PrefixTree::add_checkpoint(LeaseId lease, Checkpoint checkpoint) {
     events_.reserve(events_.size() + 1);
   }
   all.insert(at, checkpoint);
+  most_checkpoints_ = std::max(most_checkpoints_, all.size());
   spots_[checkpoint.state_id] = {node, checkpoint.length};
   ++states_.total;
   if (nodes_[node].locks > 0) ++states_.locked;
@@ -409,12 +412,10 @@ void PrefixTree::remove_checkpoint(int32_t state_id) {
   if (!has_full_) prune(node);
 }
 
-Checkpoint PrefixTree::checkpoint_before(int32_t state_id) const {
-  const auto [own, length] = spots_[state_id];
-  int64_t before = length - 1;
-  for (int32_t node = own; !nodes_[node].is_root(); node = nodes_[node].parent) {
+Checkpoint PrefixTree::last_checkpoint_up(int32_t node, int64_t length) const {
+  for (; !nodes_[node].is_root(); node = nodes_[node].parent) {
     const auto& all = checkpoints_[static_cast<size_t>(node)];
-    const auto after = std::upper_bound(all.begin(), all.end(), before,
+    const auto after = std::upper_bound(all.begin(), all.end(), length,
                                         [](int64_t at, const Checkpoint& each) { return at < each.length; });
     if (after != all.begin()) return *std::prev(after);
   }

@@ -225,7 +225,13 @@ class PrefixTree {
   bool has_checkpoint(int32_t state_id) const { return spots_[state_id].length > 0; }
   bool is_lost_checkpoint(int32_t state_id) const { return is_lost(spots_[state_id].node); }
   int64_t checkpoint_length(int32_t state_id) const { return spots_[state_id].length; }
-  Checkpoint checkpoint_before(int32_t state_id) const;
+  Checkpoint checkpoint_before(int32_t state_id) const {
+    return last_checkpoint_up(spots_[state_id].node, spots_[state_id].length - 1);
+  }
+  // The last followed checkpoint on the path of a lease, at most at this length; {0, -1} if there is none.
+  Checkpoint last_checkpoint(LeaseId lease, int64_t length) const {
+    return last_checkpoint_up(require(lease).node, length);
+  }
   // Turns a followed page into a hole, even if it is protected. O(1).
   void punch_page(int set, int32_t id);
   // Gives a followed page another id, which is not in the tree, even if it is protected. O(1).
@@ -346,12 +352,13 @@ class PrefixTree {
   void link(int32_t node);    // into its parent's children and the table
   void remove(int32_t node);  // an unprotected leaf
   void free_root_if_empty(int32_t root);
-  // Splits a node and returns the upper half.
+  // Splits a node and returns the upper half. Memory has been reserved.
   int32_t split(int32_t node, int64_t at);
   // Joins halves of a run again, from a node upwards, if nothing distinguishes them any more. Otherwise a prompt that
   // was found at many lengths would stay in many pieces.
   void rejoin(int32_t node);
-  void join(int32_t upper, int32_t lower);
+  // False if there is no memory for it.
+  bool join(int32_t upper, int32_t lower);
   int32_t end_at(Place place) {
     return place.depth < nodes_[place.node].end() ? split(place.node, place.depth) : place.node;
   }
@@ -387,6 +394,7 @@ class PrefixTree {
   void store(Insertion& job, bool grows);
   void store_keys(const Insertion& job, const Run& run);
   void add_checkpoints(const Insertion& job);
+  Checkpoint last_checkpoint_up(int32_t node, int64_t length) const;
   // Moves the lease and renews what was used; returns how far the sequence is usable now.
   int64_t settle(const Insertion& job);
 
@@ -450,7 +458,8 @@ class PrefixTree {
   GrowArray<Owner> owners_;
   bool has_full_ = false;                             // whether some column has no window
   std::vector<std::vector<Checkpoint>> checkpoints_;  // with states: by node, ascending
-  std::vector<Checkpoint> upper_checkpoints_;         // empty: memory for those of the upper node in the next split
+  std::vector<std::vector<Checkpoint>> spares_;       // for splits: one per node that was reserved
+  size_t most_checkpoints_ = 0;                       // of any node so far: the room in each spare
   // Where each followed checkpoint is; length 0 if it is not in the tree.
   struct Spot {
     int32_t node;

@@ -143,6 +143,7 @@ void PrefixTree::add_checkpoints(const Insertion& job) {
     auto& all = checkpoints_[static_cast<size_t>(node)];
     all.insert(std::find_if(all.begin(), all.end(), [&](const Checkpoint& c) { return c.length > checkpoint.length; }),
                checkpoint);
+    most_checkpoints_ = std::max(most_checkpoints_, all.size());
     ++states_.total;
     if (nodes_[node].locks > 0) ++states_.locked;
   }
@@ -259,7 +260,6 @@ Inserted PrefixTree::insert(const Sequence& sequence, const std::vector<Ids>& co
     for (int32_t node : path_) make_room(node);
     if (from >= 0) make_room(job.at.node);
   }
-  if (has_states_ && from >= 0) upper_checkpoints_.reserve(checkpoints_[static_cast<size_t>(job.at.node)].size());
   if (is_listened_) {
     write_news(job);
     events_.reserve(events_.size() + job.news.size());

@@ -266,14 +266,10 @@ void PrefixTree::discard(int first, int count, const BitSet& bad, std::vector<st
   states.resize(static_cast<size_t>(plan.states_));
   std::vector<std::pair<int32_t, int64_t>> rests;  // (node, number): cut, or parent of a cut node
   rests.reserve(plan.cuts_.size());
-  std::vector<std::vector<Checkpoint>> uppers(has_states_ ? tops.size() : 0);  // for the splits
-  for (size_t i = 0; i < uppers.size(); ++i) uppers[i].reserve(checkpoints_[static_cast<size_t>(tops[i].node)].size());
   reserve(static_cast<int64_t>(tops.size()), static_cast<int64_t>(tops.size()));
   events_.reserve(events_.size() + plan.news_.size());
-  for (size_t i = 0; i < tops.size(); ++i) {
-    const Found& top = tops[i];
+  for (const Found& top : tops) {
     if (nodes_[top.node].locks == 0) continue;
-    if (has_states_) upper_checkpoints_.swap(uppers[i]);
     if (top.page > 0) split(top.node, nodes_[top.node].begin + math_.first_slot(top.page));
     nodes_[top.node].is_lost = true;
     ++num_lost_;

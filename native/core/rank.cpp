@@ -186,9 +186,13 @@ void Rank::fill(Ids packed, int64_t num_rows, int64_t num_tokens, const BatchBuf
   std::fill(shared.query_start_loc + n, shared.query_start_loc + num_rows + 1, static_cast<int32_t>(end));
   for (int64_t i = 0; i < n; ++i) {
     const int64_t first = lengths[i] - (starts[i + 1] - starts[i]);  // position of the row's first query
-    for (int64_t t = starts[i]; t < starts[i + 1]; ++t) shared.positions[t] = first + (t - starts[i]);
+    for (int64_t t = starts[i]; t < starts[i + 1]; ++t) {
+      shared.positions[t] = first + (t - starts[i]);
+      shared.batch_indices[t] = static_cast<int32_t>(i);
+    }
   }
   std::fill(shared.positions + end, shared.positions + num_tokens, 0);
+  std::fill(shared.batch_indices + end, shared.batch_indices + num_tokens, -1);
   for (size_t g = 0; g < groups.size(); ++g) {
     fill_group(g, rows, lengths, starts, num_rows, num_tokens, groups[g]);
   }

@@ -29,6 +29,7 @@ struct BatchBuffers {
   int32_t* lengths;          // [max_rows]
   int32_t* query_start_loc;  // [max_rows + 1]
   int64_t* positions;        // [max_step_tokens]
+  int32_t* batch_indices;    // [max_step_tokens]
 };
 struct GroupBuffers {
   int64_t* slot_mapping;   // [max_step_tokens]

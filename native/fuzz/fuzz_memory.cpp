@@ -69,12 +69,14 @@ class Fuzz {
   }
 
   void step() {
-    switch (below(11)) {
+    switch (below(12)) {
       case 0:
       case 1:
         return admit();
       case 10:
         return admit_again();
+      case 11:
+        return move_pages();
       case 2:
       case 3:
         return grow();
@@ -284,6 +286,31 @@ class Fuzz {
     call("rollback", false, [&] { manager_.rollback({rows.data(), n}, {{counts.data(), n}, 0, true}); });
   }
 
+  // Pages by number: to a row ahead of its tokens and back, to nobody's row and back.
+  void move_pages() {
+    const int64_t g = below(manager_.num_groups());
+    int32_t ids[4];
+    if (!running_.empty()) {
+      const int32_t row = running_[static_cast<size_t>(below(num_running()))].row;
+      const int64_t n = below(4), spare = manager_.group(g).max_pages - manager_.end_page(row, g);
+      if (n <= spare) call("extend", true, [&] { manager_.extend(row, g, n, ids); });
+      try {
+        call("trim", false, [&] { manager_.trim(row, g, 1); });
+      } catch (const BadArgument&) {  // it has none to spare, or a step may still read them
+        g_left = -1;
+      }
+    }
+    if (given_out_.empty() || below(2) == 0) {
+      const int64_t n = 1 + below(2);
+      if (!call("alloc_pages", true, [&] { manager_.alloc_pages(g, n, ids); })) return;
+      for (int64_t i = 0; i < n; ++i) given_out_.push_back({g, ids[i]});
+    } else {
+      const auto [group, page] = given_out_.back();
+      call("free_pages", false, [&, group = group, page = page] { manager_.free_pages(group, {&page, 1}); });
+      given_out_.pop_back();
+    }
+  }
+
   void fork() {
     if (running_.empty()) return;
     const Request& parent = running_[static_cast<size_t>(below(num_running()))];
@@ -447,6 +474,7 @@ class Fuzz {
     manager_.reset();
     manager_.check();
     running_.clear();
+    given_out_.clear();
     require(manager_.stats().rows == 0 && manager_.step() == 1, "reset", "left something");
   }
 
@@ -455,8 +483,9 @@ class Fuzz {
   std::mt19937_64 random_;
   Manager manager_;
   std::vector<Request> running_;
-  Tokens past_;                                     // the prompt of a row that has ended
-  std::map<int32_t, Tokens> states_, checkpoints_;  // by row and by id
+  Tokens past_;                                         // the prompt of a row that has ended
+  std::map<int32_t, Tokens> states_, checkpoints_;      // by row and by id
+  std::vector<std::pair<int64_t, int32_t>> given_out_;  // group and page, of no row
   int64_t num_failures_ = 0, num_duplicates_ = 0;
 };
 

@@ -658,7 +658,8 @@ class FollowedFuzz {
       BitSet bad(kNumIds + 1);
       bad.insert(id);
       std::vector<Tokens> freed;
-      tree_.discard(tree_.num_columns() - 2, 2, bad, freed);
+      std::vector<int32_t> states;
+      tree_.discard(tree_.num_columns() - 2, 2, bad, freed, states);
       forget(freed);
     }
   }

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagoda.compat import AttentionType, DSV4Config, KVCacheManager, LayerSpec
-from pagoda.ids import FreeList
+from pagoda.errors import UsageError
 from pagoda.layout import index_keys, latent
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
@@ -84,9 +84,39 @@ def tensors_of(manager: KVCacheManager) -> list[torch.Tensor]:
     ]
 
 
-def free_lists(manager: KVCacheManager) -> dict[int, FreeList | None]:
-    """The free-list of each layer's blocks; None where a layer has none."""
-    return {layer: None if it is None else it.free for layer, it in manager._blocks.items()}
+class Blocks:
+    """Which blocks of a group are free, as the manager behind the face knows it."""
+
+    def __init__(self, manager: KVCacheManager, group: str) -> None:
+        self.manager, self.group = manager, group
+        (stats,) = (found for found in manager._manager.stats().groups if found.name == group)
+        self.num_ids, self.num_free, self.num_held = stats.total, stats.free, stats.running
+        self.num_quarantined = stats.waiting
+        assert stats.evictable == stats.leased == 0  # nothing of the face is ever cached
+
+    def is_free(self, block: int) -> bool:
+        rows = (row for row in range(1, self.manager.max_concurrent_requests + 1))
+        return not any(
+            block in self.manager._manager.page_ids(row, self.group)
+            for row in rows
+            if is_running(self.manager, row)
+        )
+
+    def alloc(self, n: int) -> Any:
+        return self.manager._manager.alloc_pages(self.group, n)
+
+
+def is_running(manager: KVCacheManager, row: int) -> bool:
+    """Whether a row is held by a request."""
+    try:
+        return manager._manager.reserved(row) == 0
+    except UsageError:
+        return False
+
+
+def free_lists(manager: KVCacheManager) -> dict[int, Blocks | None]:
+    """The blocks of each layer; None where a layer has none."""
+    return {layer: name and Blocks(manager, name) for layer, name in manager._groups.items()}
 
 
 def observe(manager: KVCacheManager) -> Any:

@@ -25,7 +25,7 @@ CASES = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-SHARED = ("rows", "lengths", "query_start_loc", "positions")
+SHARED = ("rows", "lengths", "query_start_loc", "positions", "batch_indices")
 PER_GROUP = ("slot_mapping", "page_table", "indptr", "indices", "last_page_len", "begins")
 WIDE = ("positions", "slot_mapping")  # int64
 STALE = 77
@@ -41,7 +41,9 @@ class Sizes(NamedTuple):
 def buffers_of(groups: list[Pages], sizes: Sizes) -> dict[str, torch.Tensor]:
     """Buffers in the order of their declaration, full of what an earlier step might have left."""
     rows, tokens = sizes.max_rows, sizes.max_tokens
-    shapes: dict[str, Any] = dict(zip(SHARED, [(rows,), (rows,), (rows + 1,), (tokens,)], strict=True))
+    shapes: dict[str, Any] = dict(
+        zip(SHARED, [(rows,), (rows,), (rows + 1,), (tokens,), (tokens,)], strict=True)
+    )
     for group in groups:
         own = [(tokens,), (rows, group.width), (rows + 1,), (group.max_indices,), (rows,), (rows,)]
         shapes |= {f"{group.name}.{name}": shape for name, shape in zip(PER_GROUP, own, strict=True)}

@@ -76,7 +76,10 @@ def batches(draw: st.DrawFn) -> tuple[Tokens, list[tuple[int, int, int]]]:
         ids += [-1] * padding
         positions += [draw(st.integers(-2, 20)) for _ in range(padding)]
     parts = ([row for row, _, _ in spans], ids, positions)
-    return Tokens(*(torch.tensor(x, dtype=torch.int32).reshape(-1) for x in parts)), spans
+    tokens = Tokens(*(torch.tensor(x, dtype=torch.int32).reshape(-1) for x in parts))
+    if draw(st.booleans()):  # as batches have them
+        tokens = tokens._replace(positions=tokens.positions.long())
+    return tokens, spans
 
 
 @CASES

@@ -92,11 +92,14 @@ def test_table_writes_agree(data: st.DataObject):
     value=st.integers(-(2**31), 2**31 - 1),
     data=st.data(),
 )
-def test_two_entries_are_set_and_nothing_else(offset: int, size: int, value: int, data: st.DataObject):
-    at, other_at = data.draw(st.permutations(range(size)))[:2]
-    expected = list(range(offset + size + 3))
-    expected[offset + at], expected[offset + other_at] = value, -7
+def test_a_place_and_a_length_are_set_and_nothing_else(
+    offset: int, size: int, value: int, data: st.DataObject
+):
+    at, row = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, size - 1))
+    places, lengths = list(range(offset + size + 3)), list(range(100, 103 + size))
     for kernels, device in ((fused, DEVICE), (reference, "cpu")):
-        whole = torch.arange(len(expected), dtype=torch.int32, device=device)
-        kernels.set_table(whole[offset:], at, value, other_at, -7)
-        assert whole.tolist() == expected, kernels.__name__
+        table = torch.tensor(places, dtype=torch.int32, device=device)
+        lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        kernels.set_table(table[offset:], at, value, lens[1:], row, -7)
+        assert table.tolist() == [*places[: offset + at], value, *places[offset + at + 1 :]], kernels.__name__
+        assert lens.tolist() == [*lengths[: 1 + row], -7, *lengths[2 + row :]], kernels.__name__

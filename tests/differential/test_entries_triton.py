@@ -97,6 +97,8 @@ def cases(draw: st.DrawFn) -> Case:
             for x in ([row for row, _, _ in spans], ids, positions)
         )
     )
+    if draw(st.booleans()):  # as batches have them
+        tokens = tokens._replace(positions=tokens.positions.long())
     values = torch.randn(len(ids), codec.dim, generator=random)
     values *= torch.randint(-20, 20, (len(ids), 1), generator=random).float().exp2()
     values = values.to(draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))

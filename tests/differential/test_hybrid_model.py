@@ -9,57 +9,13 @@ import torch
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs a transformers with DeepSeek-V4")
 
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
-from differential.entry_layouts import plain_entry
-from differential.hybrid_model import Served
-from differential.tiny_models import TINY, VOCABULARY, tiny_config, tiny_model
+from differential.hybrid_model import BLOCK, Served, cache_config, model_of
+from differential.tiny_models import VOCABULARY
 from pagoda.compat import AttentionType, DSV4Config
-from pagoda.layout._entries import compressed_fp8, index_keys
 
-WINDOW, CSA, HCA, BLOCK, HEAD, ROPE, INDEX = 12, 4, 8, 16, 32, 8, 16
 MAX_TOKENS = 96
-
-
-def model_of(device: str, topk: int) -> PreTrainedModel:
-    """Window alone, HCA and CSA layers; whatever begins as zeros or ones is random, so that it counts."""
-    config = tiny_config("deepseek_v4", torch.float32)
-    config.head_dim, config.index_head_dim, config.index_topk = HEAD, INDEX, topk
-    config.index_n_heads = 16  # with few heads many entries score 0, and which of them are the best is open
-    config.sliding_window = WINDOW
-    config.compress_rates = {"compressed_sparse_attention": CSA, "heavily_compressed_attention": HCA}
-    for parameters in config.rope_parameters.values():
-        if isinstance(parameters, dict):
-            parameters["partial_rotary_factor"] = ROPE / HEAD
-    config._attn_implementation = "eager"
-    model = tiny_model(config)
-    random = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("position_bias", "sinks", "norm.weight")):
-            shift = torch.randn(parameter.shape, generator=random) * (0.2 if "norm" in name else 1)
-            parameter.data.add_(shift)
-    return model.to(device)
-
-
-def cache_config(*, is_quantised: bool = False, unaccepted: int = 1) -> DSV4Config:
-    ratios = {"sliding_attention": 0, "compressed_sparse_attention": CSA, "heavily_compressed_attention": HCA}
-    types = TINY["deepseek_v4"].fields["layer_types"]
-    return DSV4Config(
-        num_layers=len(types),
-        num_query_heads=6,
-        index_topk=4,
-        compress_ratios=tuple(ratios[each] for each in types),
-        head_dim=HEAD,
-        rope_dim=ROPE,
-        window=WINDOW,
-        csa_ratio=CSA,
-        hca_ratio=HCA,
-        index_head_dim=INDEX,
-        block_tokens=BLOCK,
-        entry=compressed_fp8(HEAD, ROPE) if is_quantised else plain_entry(HEAD - ROPE, ROPE),
-        index=index_keys(INDEX, "fp8" if is_quantised else "float32"),
-        unaccepted=unaccepted,
-    )
 
 
 class Judge:

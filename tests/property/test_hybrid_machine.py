@@ -208,7 +208,7 @@ class Hybrid(RuleBasedStateMachine):
                 free = [block for block in range(1, ids.num_ids + 1) if ids.is_free(block)]
                 assert free == self.free_blocks(name)
                 assert ids.num_held == sum(len(blocks[name]) for blocks in self.blocks.values())
-        assert self.manager._rows.num_held == len(self.blocks)
+        assert self.manager._manager.stats().rows == len(self.blocks)
 
     @invariant()
     def tables_on_the_device_are_those_of_the_model(self) -> None:
@@ -239,16 +239,18 @@ def test_rows_and_blocks(device: str) -> None:
 class LeavesStates(KVCacheManager):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        tables = [row for group in self._groups for row in group.rows()]
-        self._release = self._admission = kernels.Regions.of(tables, self.device)
+        rows = [(table, -1) for table in self._pools.tables.values()]
+        rows += [(lens[:, None], 0) for lens in self._lens.values()]
+        self._release = self._admission = kernels.Regions.of(rows, self.device)
 
 
 class LeavesTables(KVCacheManager):
     def release_request(self, slot: int) -> None:
-        before = [group.table.clone() for group in self._groups]
+        tables = self._pools.tables.values()
+        before = [table.clone() for table in tables]
         super().release_request(slot)
-        for group, table in zip(self._groups, before, strict=True):
-            group.table.copy_(table)
+        for table, kept in zip(tables, before, strict=True):
+            table.copy_(kept)
 
 
 class LeaksWhenFull(KVCacheManager):
@@ -281,10 +283,8 @@ class KeepsCounts(KVCacheManager):
 
 
 class ForgetsToUndo(KVCacheManager):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        for group in self._groups:
-            group._take_back = lambda *_: None  # type: ignore[method-assign]
+    def _take_back(self, group: str, row: int, n: int) -> None:
+        pass
 
 
 class ReleasesAnything(KVCacheManager):

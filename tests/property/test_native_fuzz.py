@@ -37,6 +37,7 @@ PROGRAMS = {
         "manager",
         "manager_admit",
         "manager_grow",
+        "manager_pages",
         "manager_room",
         "manager_states",
         "manager_step",

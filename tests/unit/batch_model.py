@@ -56,6 +56,7 @@ def model(groups: list[Pages], rows: list[Row], num_rows: int, num_tokens: int) 
         "lengths": [row.length for row in [*rows, *padding]],
         "query_start_loc": starts + [starts[-1]] * len(padding),
         "positions": positions + [0] * spare,
+        "batch_indices": [i for i, row in enumerate(rows) for _ in range(row.count)] + [-1] * spare,
     }
     for group in groups:
         for name, numbers in _of_group(group, [*rows, *padding]).items():

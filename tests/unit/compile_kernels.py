@@ -78,7 +78,7 @@ def pages() -> None:
         fused.write_table(ints(40)[offset:], 16 - offset, offset, n, ints(40)[offset:])
     for at, value in ((0, -1), (3, 1), (16, 2**31 - 1)):  # any numbers, one kernel
         fused._launch_set.compiled.clear()
-        fused.set_table(ints(40)[at % 3 :], at, value, 20, at)
+        fused.set_table(ints(40)[at % 3 :], at, value, ints(40)[at % 2 :], 20, at)
     outs = [torch.zeros(3, 32, dtype=torch.uint8) for _ in range(4)]
     gather_fused.gather(ints(3), buffers, addresses, 16, outs, addresses)
 
@@ -114,7 +114,7 @@ def batches() -> None:
             last_page_len=ints(8),
             begins=ints(8),
         )
-        out = ints(8), ints(8), ints(9), torch.zeros(max_tokens, dtype=torch.int64)
+        out = ints(8), ints(8), ints(9), torch.zeros(max_tokens, dtype=torch.int64), ints(max_tokens)
         for groups in ([group], [group, group]):
             prepared = batch_fused.prepare(groups, torch.device("cpu"))
             for num_rows in (0, 1, 2, 7):
@@ -131,9 +131,13 @@ def entries() -> None:
     tokens = Tokens(ints(2), ints(3), ints(3))
     for entry in ENTRIES.values():
         entries_of(Codec.of(entry), entry.page_bytes(32), tokens)
+    of_batches = tokens._replace(positions=torch.zeros(3, dtype=torch.int64))
+    entry = next(iter(ENTRIES.values()))
+    entries_of(Codec.of(entry), entry.page_bytes(32), of_batches)
     for few in (_tokens_fused._FEW_TOKENS, 0):  # small batches, and large ones
         _tokens_fused._FEW_TOKENS = few
         compressors(tokens)
+        compressors(of_batches)
 
 
 def entries_of(codec: Codec, page_bytes: int, tokens: Tokens) -> None:

@@ -26,7 +26,7 @@ from unit.deltas import delta_of
 
 NUM_ROWS, CAPACITY = 6, 99
 KV: dict[str, Any] = {"kv_heads": 2, "k_dim": 8, "v_dim": 8}
-SHARED = ("rows", "lengths", "query_start_loc", "positions")
+SHARED = ("rows", "lengths", "query_start_loc", "positions", "batch_indices")
 PER_GROUP = ("slot_mapping", "page_table", "indptr", "indices", "last_page_len", "begins")
 
 
@@ -645,7 +645,7 @@ def test_buffers_that_cannot_be_used_are_refused(buffers: Any, said: str):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"max_step_tokens": 0}, "max_step_tokens"),
+        ({"max_step_tokens": -1}, "max_step_tokens"),
         ({"max_step_tokens": 1.5}, "max_step_tokens"),
         ({"kernel_page_tokens": {"full": 3}}, "give a divisor of the group's page_tokens = 16, not 3"),
         ({"kernel_page_tokens": {"full": 32}}, "give a divisor"),
@@ -664,11 +664,20 @@ def test_sizes_of_batches_that_cannot_be_are_refused(change: dict[str, Any], sai
         Pools(Layout([layer_of()], 16), {"full": 1}, device="cpu", **sizes)
 
 
+def test_pools_without_batches_have_no_buffers_for_them():
+    case = decoding(max_step_tokens=0)
+    # Only the first of the counts of rows and of indices: where the list of the first row would begin.
+    assert sum(buffer.nbytes for buffer in buffers_of(case.pools).values()) == 2 * 4
+    with pytest.raises(ArgumentError, match="more than max_step_tokens = 0"):
+        case.pools.batch(case.delta)
+
+
 def test_memory_of_batches_is_counted():
     case = decoding(max_step_tokens=8)
     buffers = buffers_of(case.pools).values()
-    # [4] rows, lengths, last_page_len, begins; [5] starts, indptr; [4, 2] table; [8] indices; 8-byte numbers.
-    assert sum(buffer.nbytes for buffer in buffers) == 4 * (4 * 4 + 2 * 5 + 8 + 8) + 8 * (2 * 8)
+    # [4] rows, lengths, last_page_len, begins; [5] starts, indptr; [4, 2] table; [8] indices, batch_indices;
+    # 8-byte numbers.
+    assert sum(buffer.nbytes for buffer in buffers) == 4 * (4 * 4 + 2 * 5 + 8 + 8 + 8) + 8 * (2 * 8)
 
 
 def test_two_pools_with_one_staging_do_not_read_each_others_deltas(device: str):

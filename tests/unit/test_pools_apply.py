@@ -18,9 +18,7 @@ from pagoda.layout import (
     LatentAttention,
     Layout,
     WindowAttention,
-    from_hf,
     latent,
-    model_config,
 )
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Batch, Pools, TokenPool
@@ -153,13 +151,6 @@ def test_what_cannot_be_built_says_why(change: dict[str, Any], said: str):
     arguments = {"layout": TWO, "capacity": CAPACITY, "device": "cpu", **SIZES, **change}
     with pytest.raises(ConfigError, match=said):
         Pools(arguments.pop("layout"), arguments.pop("capacity"), **arguments)
-
-
-def test_groups_that_no_pool_holds_are_refused():
-    sparse = from_hf(model_config("deepseek-v3.2"))
-    names = [group.name for group in sparse.groups]
-    with pytest.raises(ConfigError, match="a TokenPool holds keys and values, or a latent"):
-        Pools(sparse, dict.fromkeys(names, 1), **SIZES, device="cpu")
 
 
 def test_a_group_that_is_not_there_is_named_with_those_that_are():

@@ -22,7 +22,7 @@ def in_words(error: PagodaError, **names: str) -> None:
 def of_one(error: PagodaError, name: str) -> None:
     """Turn an error about the only element of an array into one about the number `name` of the caller."""
     head = _HEAD.match(str(error))
-    if head is not None and head[1] in ("id", "ids"):
+    if head is not None and head[1] in ("id", "ids", "row", "rows"):
         _replace(error, name + str(error)[head.end() :])
 
 

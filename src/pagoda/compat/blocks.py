@@ -25,11 +25,8 @@ class BlockAllocator:
 
     def __init__(self, num_total_blocks: int, device: torch.device | str = "cuda") -> None:
         total = count(num_total_blocks, "num_total_blocks", low=0)
-        self._become(FreeList(total, what="blocks"), Staging(device), device)
-
-    def _become(self, blocks: FreeList, staging: Staging, device: torch.device | str) -> None:
-        self.num_total_blocks, self.device = blocks.num_ids, device
-        self._blocks, self._staging = blocks, staging
+        self.num_total_blocks, self.device = total, device
+        self._blocks, self._staging = FreeList(total, what="blocks"), Staging(device)
 
     @property
     def num_free(self) -> int:

@@ -21,7 +21,7 @@ from pagoda.errors import ArgumentError, CapacityError, ConfigError, NotHeldErro
 from pagoda.layout import LatentAttention, Layout, PagedGroup
 from pagoda.layout._numbers import num_bytes, show_bytes
 from pagoda.manager import Manager
-from pagoda.pools import Batch, Pools
+from pagoda.pools import Batch, Pools, TokenPool
 
 __all__ = ["Columns", "Memory", "Tokens"]
 
@@ -186,7 +186,7 @@ class Memory:
         self, group: PagedGroup, slots: npt.NDArray[np.int32], num_rows: int, room: int
     ) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], int]:
         """Copy the keys and values of all layers of a group: [sequences, heads, columns, dim] each."""
-        pool = self._pools[group.name]
+        pool = self._pool(group)
         shapes = [pool.k_shape] if pool.v_shape is None else [pool.k_shape, pool.v_shape]
         columns = slots.size // num_rows
         width = columns + room if num_rows == 1 else columns  # gathered columns have to be contiguous
@@ -203,6 +203,11 @@ class Memory:
                 sides = list(sides[0].split([part.shape[0] for part in kind.entry.parts], dim=-1))
             found[layer] = (sides[0], sides[1])
         return found, sum(out.nbytes for side in outs for out in side)
+
+    def _pool(self, group: PagedGroup) -> TokenPool:
+        pool = self._pools[group.name]
+        assert isinstance(pool, TokenPool)  # layouts with other pools are not served
+        return pool
 
     # ── writing ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -241,7 +246,7 @@ class Memory:
         """Write the tokens of a step in all layers; return False and write nothing if some are gone."""
         read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for group in self.layout.paged_groups:
-            dtype = self._pools[group.name].dtype
+            dtype = self._pool(group).dtype
             for number in group.layers:
                 found = columns(number, begin, end)
                 if found is None:

@@ -102,11 +102,13 @@ def write_table(
 
 
 @operation("_fused", reference)
-def set_table(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> torch.Tensor:
-    """Set place `at` of a flat table to `value` and place `other_at` to `other`, in one launch and without a
-    copy to the device.
+def set_table(
+    table: torch.Tensor, at: int, value: int, lens: torch.Tensor, row: int, length: int
+) -> torch.Tensor:
+    """Set place `at` of a flat table to `value`, and the length of `row` to `length`, in one launch and
+    without a copy to the device.
 
-    table: [num_places] int32, contiguous. Both places must be in the table.
+    table: [num_places] int32, contiguous. lens: [num_rows] int32, contiguous. Both places must exist.
     """
     return table
 

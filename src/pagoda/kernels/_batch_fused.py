@@ -138,7 +138,7 @@ def _fill_pages(
 @triton.jit
 def _fill_tokens(
     first_token, table, rows, lengths, starts, num_rows, padded_tokens, max_pages, page_tokens, slot_mapping,
-    positions, BLOCK: tl.constexpr,
+    positions, batch_indices, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = first_token + tl.arange(0, BLOCK)
     # Find the row of each token by bisection: the number of rows that end at or before it.
@@ -162,6 +162,7 @@ def _fill_tokens(
     tl.store(slot_mapping + token, slot, mask=token < padded_tokens)
     if tl.program_id(1) == 0:  # programs of the first group write what groups share
         tl.store(positions + token, position.to(tl.int64), mask=token < padded_tokens)
+        tl.store(batch_indices + token, tl.where(is_token, low, -1), mask=token < padded_tokens)
 
 
 @triton.jit(
@@ -172,7 +173,7 @@ def _fill_tokens(
 )  # fmt: skip
 def _fill(
     parameters, table, packed, rows_at, lengths_at, starts_at, num_rows, padded_rows, padded_tokens,
-    table_rows, positions, BLOCK: tl.constexpr,
+    table_rows, positions, batch_indices, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows, lengths, starts = packed + rows_at, packed + lengths_at, packed + starts_at
     # The first programs of a group fill one block of columns of one row each, the next ones a block of tokens
@@ -199,7 +200,7 @@ def _fill(
         if first_token < padded_tokens:
             _fill_tokens(
                 first_token.to(tl.int32), table, rows, lengths, starts, num_rows, padded_tokens, max_pages,
-                page_tokens, slot_mapping, positions, BLOCK,
+                page_tokens, slot_mapping, positions, batch_indices, BLOCK,
             )  # fmt: skip
 
 
@@ -255,7 +256,7 @@ def fill(
     num_rows: int,
     padded_rows: int,
     padded_tokens: int,
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],  # rows, lengths, starts, positions
+    out: tuple[torch.Tensor, ...],  # rows, lengths, starts, positions, batch_indices
 ) -> None:
     """Fill the buffers of all groups in two launches, up to the padded rows and tokens."""
     parameters, count_block, num_blocks, _ = prepared
@@ -267,5 +268,5 @@ def fill(
     num_programs = padded_rows * num_blocks + -(-padded_tokens // _FILL_BLOCK)
     _launch_fill(
         (max(1, num_programs), num_groups, 1), parameters, table, packed, *sections, num_rows, padded_rows,
-        padded_tokens, table_rows, out[3], constants=(_FILL_BLOCK,),
+        padded_tokens, table_rows, *out[3:], constants=(_FILL_BLOCK,),
     )  # fmt: skip

@@ -41,7 +41,7 @@ def _pooled(
         is_token = (at < SPAN) & (back <= position)  # there is no token before the first
         is_given = is_token & (back <= token)
         of = tl.load(request_ids + (token - back), mask=is_given, other=-1)
-        where = tl.load(positions + (token - back), mask=is_given, other=-1)
+        where = tl.load(positions + (token - back), mask=is_given, other=-1).to(tl.int32)
         is_given = is_given & (of == request) & (where == position - back)  # padding may come before
         is_kept = is_token & (is_given == 0)
         # Low channels of the previous block, high ones of this block; with one projection, all of this block.
@@ -87,7 +87,7 @@ def _compress(
     for number in range(tl.minimum(group, num_tokens - begin)):
         token = begin + number
         to = out + token.to(tl.int64) * DIM + column
-        position = tl.load(positions + token)
+        position = tl.load(positions + token).to(tl.int32)
         request = tl.load(request_ids + token)
         row = tl.where(position >= 0, row_of(request, rows, batch, num_rows), 0)
         if (row > 0) & ((position + 1) % RATIO == 0):
@@ -173,7 +173,7 @@ def _push(
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_token = token < num_tokens
     request = tl.load(request_ids + token, mask=is_token, other=-1)
-    position = tl.load(positions + token, mask=is_token, other=-1)
+    position = tl.load(positions + token, mask=is_token, other=-1).to(tl.int32)
     row = tl.where(position >= 0, row_of(request, rows, batch, num_rows), 0)
     is_written = (row > 0) & is_last(token, request, position, request_ids, positions, num_tokens, PLACES)
     place = (row * PLACES + position % PLACES) * CHANNELS

@@ -73,7 +73,7 @@ def _store(
     first = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)) * group
     is_first = first < num_tokens
     request = tl.load(request_ids + first, mask=is_first, other=-1)
-    position = tl.load(positions + first, mask=is_first, other=-1)
+    position = tl.load(positions + first, mask=is_first, other=-1).to(tl.int32)
     if RING > 0:
         row = tl.where(position >= 0, row_of(request, rows, batch, num_rows), 0)
         is_written = (row > 0) & is_last(first, request, position, request_ids, positions, num_tokens, RING)
@@ -86,7 +86,7 @@ def _store(
         # is known: so a program writes C.rows entries. Tokens of mixed groups are handled one by one.
         last = first + group - 1
         last_request = tl.load(request_ids + last, mask=last < num_tokens, other=-1)
-        last_position = tl.load(positions + last, mask=last < num_tokens, other=-1)
+        last_position = tl.load(positions + last, mask=last < num_tokens, other=-1).to(tl.int32)
         is_run = (request >= 0) & (position >= 0)  # padding may be at both ends
         is_run = is_run & (last_request == request) & (last_position == position + group - 1)
         at = RATIO - 1 - (position.to(tl.uint32) % RATIO).to(tl.int32)
@@ -99,7 +99,7 @@ def _store(
             token = first + number
             is_token = is_mixed & (token < num_tokens)
             request = tl.load(request_ids + token, mask=is_token, other=-1)
-            position = tl.load(positions + token, mask=is_token, other=-1)
+            position = tl.load(positions + token, mask=is_token, other=-1).to(tl.int32)
             is_end = (position >= 0) & (position % RATIO == RATIO - 1)
             _store_ends(
                 token, is_end, request, position, rows, values, stride, table, pages, scales, ropes, batch,
@@ -147,7 +147,7 @@ def _gather(
     chunk_at = tl.program_id(0) % num_chunks
     is_first = chunk_at == 0
     if WHAT == _CHOSEN or WHAT == _WINDOWS:  # noqa: SIM109 (Triton has no `in`)
-        position = tl.load(positions + whose)
+        position = tl.load(positions + whose).to(tl.int32)
         row = tl.where(position >= 0, row_of(tl.load(request_ids + whose), rows, batch, num_rows), 0)
     else:
         first, number, length = tokens_of(whose, request_ids, positions, num_tokens, SCAN)

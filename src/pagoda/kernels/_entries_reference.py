@@ -164,7 +164,7 @@ def store_window(codec: Codec, tokens: Tokens, values: torch.Tensor, ring: Ring)
     positions = tokens.positions[written]
     places = rows[written] * size + positions.long() % size
     _write(codec, _in_ring(ring), places, values[written])
-    ring.positions.view(-1)[places] = positions
+    ring.positions.view(-1)[places] = positions.int()
 
 
 @torch.inference_mode()

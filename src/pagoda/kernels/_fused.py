@@ -39,14 +39,16 @@ def write_table(packed: torch.Tensor, places: int, values: int, num_writes: int,
         )
 
 
-@triton.jit(do_not_specialize=["at", "value", "other_at", "other"], do_not_specialize_on_alignment=["table"])
-def _set_table(table, at, value, other_at, other):
+@triton.jit(
+    do_not_specialize=["at", "value", "row", "length"], do_not_specialize_on_alignment=["table", "lens"]
+)
+def _set_table(table, at, value, lens, row, length):
     tl.store(table + at, value)
-    tl.store(table + other_at, other)
+    tl.store(lens + row, length)
 
 
 _launch_set = Launch(_set_table, num_warps=1)
 
 
-def set_table(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> None:
-    _launch_set((1, 1, 1), table, at, value, other_at, other)
+def set_table(table: torch.Tensor, at: int, value: int, lens: torch.Tensor, row: int, length: int) -> None:
+    _launch_set((1, 1, 1), table, at, value, lens, row, length)

@@ -110,6 +110,6 @@ def write_table(packed: torch.Tensor, places: int, values: int, num_writes: int,
     table[at[kept].long()] = ids[kept]
 
 
-def set_table(table: torch.Tensor, at: int, value: int, other_at: int, other: int) -> None:
+def set_table(table: torch.Tensor, at: int, value: int, lens: torch.Tensor, row: int, length: int) -> None:
     table[at] = value
-    table[other_at] = other
+    lens[row] = length

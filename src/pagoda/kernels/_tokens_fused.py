@@ -56,7 +56,7 @@ def is_last(token, request, position, request_ids, positions, num_tokens, RING: 
     """Whether a token keeps its ring cell: the token RING further on is padding or of another request."""
     is_later = token + RING < num_tokens
     later = tl.load(request_ids + token + RING, mask=is_later, other=-1)
-    later_position = tl.load(positions + token + RING, mask=is_later, other=-1)
+    later_position = tl.load(positions + token + RING, mask=is_later, other=-1).to(tl.int32)
     return (later != request) | (later_position != position + RING)
 
 
@@ -100,5 +100,5 @@ def tokens_of(request, request_ids, positions, num_tokens, SCAN: tl.constexpr):
             is_at = _is_own(at, at < num_tokens, request, request_ids, positions)
             first = tl.minimum(first, tl.min(tl.where(is_at, at, num_tokens), 0))
             last = tl.maximum(last, tl.max(tl.where(is_at, at, -1), 0))
-    length = tl.load(positions + last, mask=last >= 0, other=-1) + 1
+    length = tl.load(positions + last, mask=last >= 0, other=-1).to(tl.int32) + 1
     return first, tl.maximum(last - first + 1, 0), length

@@ -40,7 +40,7 @@ class Tokens(NamedTuple):
 
     rows: torch.Tensor  # [B] int32: the row of each request; 0 is padding
     request_ids: torch.Tensor  # [T] int32: index into `rows` of each token's request; −1 is padding
-    positions: torch.Tensor  # [T] int32, at most 2^31 − 2; negative is padding
+    positions: torch.Tensor  # [T] int32 or int64, at most 2^31 − 2; negative is padding
 
 
 class Ring(NamedTuple):

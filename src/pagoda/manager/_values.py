@@ -15,7 +15,7 @@ class GroupStats(NamedTuple):
     free: int
     evictable: int  # cached, and no request reads them
     leased: int  # cached, and running requests read them
-    running: int  # owned by running requests, not cached
+    running: int  # owned by running requests, or given out by alloc_pages; not cached
     waiting: int  # given up by requests, but their fence has not passed; some are cached
 
 

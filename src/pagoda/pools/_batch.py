@@ -42,6 +42,7 @@ SHARED = {
     "lengths": Declared("rows", torch.int32),
     "query_start_loc": Declared("rows", torch.int32, extra=1),
     "positions": Declared("tokens", torch.int64),
+    "batch_indices": Declared("tokens", torch.int32),
 }
 PER_GROUP = {
     "slot_mapping": Declared("tokens", torch.int64),
@@ -106,7 +107,8 @@ class BatchBuffers:
                 self.tensors[name] = given[name]
             else:
                 self.tensors[name] = filled(shape, dtype, device)
-        if len(set(self.addresses())) < len(names):
+        places = [tensor.data_ptr() for tensor in self.tensors.values() if tensor.numel()]
+        if len(set(places)) < len(places):
             raise ConfigError("buffers: two names have the same memory: give each a tensor of its own")
         self._shared = tuple(self.tensors[name] for name in SHARED)
         self.num_fills = 0  # a batch is stale once there was another
@@ -140,8 +142,10 @@ class BatchBuffers:
     def shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of a whole buffer."""
         what, geometry = self.declared(name)
-        sizes = {"rows": self.max_rows, "tokens": self.max_tokens}
-        length = geometry.max_indices if geometry and what.length == "indices" else sizes[what.length]
+        sizes = {"rows": self.max_rows, "tokens": self.max_tokens, "indices": 0}
+        if geometry and self.max_rows:
+            sizes["indices"] = geometry.max_indices
+        length = sizes[what.length]
         if geometry is not None and what.wide:
             return (length, geometry.width), what.dtype
         return (length + what.extra,), what.dtype
@@ -323,6 +327,11 @@ class _Rows(_Views[Array]):
         """[tokens] int64: the position of each token of the step in its row; padding 0."""
         return self._view("positions")
 
+    @property
+    def batch_indices(self) -> Array:
+        """[tokens] int32: where the row of each token is in `rows`; padding −1. As FlashInfer appends."""
+        return self._view("batch_indices")
+
     def __getitem__(self, name: str) -> GroupBatch[Array]:
         if name not in self._buffers.geometries:
             names = ", ".join(self._buffers.geometries)
@@ -361,6 +370,12 @@ class Batch(_Rows[torch.Tensor]):
     def device(self) -> torch.device:
         """The device of the tensors."""
         return self._buffers.device
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The largest length of a row, and the most tokens that a row computes, as the host knows them."""
+        delta = self._delta
+        return int(delta.lengths.max(initial=0)), int(delta.counts.max(initial=0))
 
     def require_current(self) -> None:
         """Raise a StaleError if the buffers have been filled again, and so are about another step."""

@@ -1,8 +1,9 @@
-"""Pages of entries as bytes. Compressed attention stores one entry per few tokens."""
+"""Pages of entries as bytes. Compressed attention stores one entry per few tokens.
+
+In: a group, or entries and sizes; out: the tensors that kernels write and read, and typed views of them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -11,11 +12,13 @@ from pagoda.errors import ArgumentError, ConfigError, InvariantError
 from pagoda.layout import Entry, PagedGroup, TensorSpec
 from pagoda.layout._numbers import count, show
 from pagoda.pools._arguments import filled, layer_number, resolve_device
+from pagoda.pools._pages import PagePool
+from pagoda.pools._staging import Staging
 
 __all__ = ["EntryPool"]
 
 
-class EntryPool:
+class EntryPool(PagePool):
     """`num_pages` pages of `entries_per_page` entries each, for `num_layers` layers; page 0 is padding.
 
     `pages[name][layer]` holds the entries of that name: [num_pages + 1, page_bytes] uint8. A page has the
@@ -35,6 +38,8 @@ class EntryPool:
         num_layers: int,
         entries: Sequence[Entry],
         device: torch.device | str = "cuda",
+        *,
+        staging: Staging | None = None,
     ) -> None:
         self.num_pages = count(num_pages, "num_pages", low=0)
         self.entries_per_page = count(entries_per_page, "entries_per_page")
@@ -52,17 +57,32 @@ class EntryPool:
             ]
             for name, entry in self.entries.items()
         }
-        self._at = self._addresses()
+        self._hold([page for pair in zip(*self.pages.values(), strict=True) for page in pair], staging)
+        self._at = self._find()
 
     @classmethod
-    def from_group(cls, group: PagedGroup, num_pages: int, device: torch.device | str = "cuda") -> EntryPool:
+    def from_group(
+        cls,
+        group: PagedGroup,
+        num_pages: int,
+        device: torch.device | str = "cuda",
+        *,
+        staging: Staging | None = None,
+    ) -> EntryPool:
         """Allocate the pool of a group. Layers are numbered from 0 in the order of `group.layers`.
 
         Errors: ConfigError.
         """
         if not isinstance(group, PagedGroup):
             raise ConfigError(f"group: give a PagedGroup of a Layout, not {type(group).__name__}")
-        return cls(num_pages, group.entries_per_page, len(group.layers), group.storage.entries, device)
+        return cls(
+            num_pages,
+            group.entries_per_page,
+            len(group.layers),
+            group.storage.entries,
+            device,
+            staging=staging,
+        )
 
     def layer(self, layer: int) -> dict[str, torch.Tensor]:
         """Return a layer's pages by entry name: [num_pages + 1, page_bytes] uint8 each.
@@ -109,23 +129,19 @@ class EntryPool:
         names = ", ".join(repr(part.name) for part in (*entry.parts, *entry.scales))
         raise ArgumentError(f"part: entry {entry.name} has no part {show(name)}: the parts are {names}")
 
-    def memory_bytes(self) -> int:
-        """Bytes of all pages, page 0 included."""
-        return sum(math.prod(tensor.shape) for tensors in self.pages.values() for tensor in tensors)
-
     def check(self) -> None:
         """Verify invariant 6. Errors: InvariantError."""
-        if self._addresses() != self._at:
+        if self._find() != self._at:
             raise InvariantError(6, "a tensor of pages has moved")
 
-    def _addresses(self) -> dict[str, list[int]]:
+    def _find(self) -> dict[str, list[int]]:
         return {name: [tensor.data_ptr() for tensor in tensors] for name, tensors in self.pages.items()}
 
 
 def _checked(entries: object) -> dict[str, Entry]:
     """Return entries by name. Errors: ConfigError."""
-    if isinstance(entries, str) or not isinstance(entries, Sequence) or not entries:
-        raise ConfigError("entries: give a list of at least one Entry")
+    if isinstance(entries, str) or not isinstance(entries, Sequence) or not 1 <= len(entries) <= 2:
+        raise ConfigError("entries: give a list of one Entry or two")
     for entry in entries:
         if not isinstance(entry, Entry):
             raise ConfigError(f"entries: give an Entry, not {type(entry).__name__}")

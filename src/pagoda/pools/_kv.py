@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,20 +22,20 @@ from pagoda.pools._arguments import (
     host_ids,
     is_unread,
     layer_number,
-    refuse_capture,
     require_buffer,
     require_range,
     resolve_device,
     unread_ids,
 )
-from pagoda.pools._staging import Staging, staging_of
+from pagoda.pools._pages import PagePool
+from pagoda.pools._staging import Staging
 
 __all__ = ["TokenPool"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, *kernels.FP8_DTYPES)
 
 
-class TokenPool:
+class TokenPool(PagePool):
     """Keys and values of `num_layers` layers with one geometry: one K and one V tensor per layer.
 
     Each is [(num_pages + 1) * page_tokens, heads, dim]. Page 0 is padding; slot = page id * page_tokens +
@@ -87,20 +86,9 @@ class TokenPool:
         self.v_buffer = (
             [] if self.v_shape is None else self._buffers(self.v_shape, v_buffer, "v_buffer", pinned)
         )
-        self._staging = staging_of(self.device, staging)
-        # K, V, K, V, ...: every buffer as bytes by page, and its address.
         sides = [self.k_buffer, self.v_buffer] if self.v_buffer else [self.k_buffer]
-        with torch.inference_mode(False):
-            self._pages = [
-                side.view(self.num_pages + 1, -1).view(torch.uint8)
-                for pair in zip(*sides, strict=True)
-                for side in pair
-            ]
-        self._addresses = torch.tensor(
-            [b.data_ptr() for b in self._pages], dtype=torch.int64, device=self.device
-        )
+        self._hold([side for pair in zip(*sides, strict=True) for side in pair], staging)
         self._at = [buffer.data_ptr() for buffer in (*self.k_buffer, *self.v_buffer)]
-        self._lock = threading.RLock()
 
     def _scales(self, scales: Sequence[float] | None, name: str) -> list[float]:
         if scales is None:
@@ -131,6 +119,13 @@ class TokenPool:
             require_buffer(buffer, whole, self.dtype, self.device, f"{name}[{layer}]")
         return list(given)
 
+    @staticmethod
+    def can_hold(group: PagedGroup) -> bool:
+        """Whether a group stores plain keys and values of every token, or a latent: one entry per slot."""
+        names = tuple(entry.name for entry in group.storage.entries)
+        is_plain = names in (("keys", "values"), ("latent",)) and len(_dtypes(group)) == 1
+        return is_plain and group.storage.ratio == 1
+
     @classmethod
     def from_group(
         cls,
@@ -149,10 +144,9 @@ class TokenPool:
         """
         if not isinstance(group, PagedGroup):
             raise ConfigError(f"group: give a PagedGroup of a Layout, not {type(group).__name__}")
-        entries = group.storage.entries
-        dtypes = {part.dtype for entry in entries for part in (*entry.parts, *entry.scales)}
+        entries, dtypes = group.storage.entries, _dtypes(group)
         names = tuple(entry.name for entry in entries)
-        if names not in (("keys", "values"), ("latent",)) or len(dtypes) > 1 or group.storage.ratio > 1:
+        if not cls.can_hold(group):
             raise ConfigError(
                 f"group {group.name}: a TokenPool holds keys and values, or a latent, of one dtype, "
                 f"not {', '.join(names)} of {', '.join(sorted(dtypes))}"
@@ -173,15 +167,6 @@ class TokenPool:
             v_scale=v_scale,
             staging=staging,
         )
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page in all layers, K and V: what `pack` writes per page."""
-        return sum(pages.shape[1] for pages in self._pages)
-
-    def memory_bytes(self) -> int:
-        """Bytes of all buffers, the padding page included."""
-        return self.page_bytes * (self.num_pages + 1)
 
     def store(self, layer: int, slots: AnyIds, keys: torch.Tensor, values: torch.Tensor | None) -> None:
         """Write keys and values of n tokens to n slots of a layer.
@@ -242,68 +227,6 @@ class TokenPool:
         with self._lock:
             gather(on_device, self._pages, self._addresses, self.page_tokens, outs, out_addresses)
 
-    def pack(self, page_ids: AnyIds, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy pages of all layers into one buffer: [n, page_bytes] uint8, one page after the other.
-
-        A page is packed layer by layer, K before V, each [page_tokens, heads, dim] in the pool's dtype. `out`
-        is the caller's, contiguous on the pool's device; without it, a tensor is allocated. Cost: one launch
-        at copy speed. Errors: ArgumentError; OutOfRangeError for ids on the host; CaptureError if the call
-        has to allocate or send something during a capture.
-        """
-        ids = self._staging.send_ids(page_ids, "page_ids", 0, self.num_pages)
-        if out is None:
-            refuse_capture(self.device, "pack without out")
-            out = torch.empty(ids.shape[0], self.page_bytes, dtype=torch.uint8, device=self.device)
-        packed = self._packed(out, ids.shape[0], "out")
-        with self._lock:
-            kernels.pack(ids, self._pages, self._addresses, packed)
-        return out
-
-    def unpack(self, page_ids: AnyIds, packed: torch.Tensor) -> None:
-        """Copy the output of `pack` into these pages of all layers. Cost and errors are those of `pack`.
-
-        A page id that is duplicated gets the content of any of its copies.
-        """
-        ids = self._staging.send_ids(page_ids, "page_ids", 0, self.num_pages)
-        checked = self._packed(packed, ids.shape[0], "packed")
-        with self._lock:
-            kernels.unpack(ids, self._pages, self._addresses, checked)
-
-    def copy_pages(self, source: AnyIds, target: AnyIds, *, is_disjoint: bool = False) -> None:
-        """Copy page source[i] of all layers to page target[i].
-
-        All sources are read before any target is written. Cost: one launch at copy speed if no page is both
-        source and target, else two launches and memory for the copied pages. The call finds that out for ids
-        on the host; for device tensors the caller may promise it with `is_disjoint`, and then the call can be
-        captured. Errors: ArgumentError if lengths differ or host ids have a duplicate target;
-        OutOfRangeError for ids on the host; CaptureError as in `pack`.
-        """
-        if is_unread(source, self.device) or is_unread(target, self.device):
-            read, written = (
-                self._staging.send_ids(ids, name, 0, self.num_pages)
-                for ids, name in ((source, "source"), (target, "target"))
-            )
-            _require_pairs(read.shape[0], written.shape[0])
-        else:
-            read_ids, written_ids = host_ids(source, "source"), host_ids(target, "target")
-            require_range(read_ids, 0, self.num_pages, "source", "source")
-            require_range(written_ids, 0, self.num_pages, "target", "target")
-            _require_pairs(read_ids.size, written_ids.size)
-            if np.unique(written_ids).size != written_ids.size:
-                raise ArgumentError("target has a duplicate: give each page once")
-            is_disjoint = not np.isin(read_ids, written_ids).any()
-            read, written = self._staging.send(read_ids, written_ids)
-        room = None
-        if not is_disjoint:
-            refuse_capture(self.device, "copy_pages without is_disjoint=True")
-            room = torch.empty(read.shape[0], self.page_bytes, dtype=torch.uint8, device=self.device)
-        with self._lock:
-            if room is None:
-                kernels.copy_pages(read, written, self._pages, self._addresses)
-            else:
-                kernels.pack(read, self._pages, self._addresses, room)
-                kernels.unpack(written, self._pages, self._addresses, room)
-
     def _outs(self, out_k: Any, out_v: Any, n: int) -> tuple[list[torch.Tensor], npt.NDArray[np.int64]]:
         """Return the outputs in the order of `_pages`, and their addresses. Errors: ArgumentError."""
         self._require_outs(out_k, n, self.k_shape, "out_k")
@@ -349,31 +272,14 @@ class TokenPool:
             raise InvariantError(6, "a buffer of the pool has moved")
         self._staging.check()
 
-    def _packed(self, packed: Any, n: int, name: str) -> torch.Tensor:
-        wanted = n * self.page_bytes
-        if (
-            not isinstance(packed, torch.Tensor)
-            or packed.dtype != torch.uint8
-            or packed.device != self.device
-        ):
-            raise ArgumentError(f"{name}: give a uint8 tensor on {self.device}")
-        if packed.numel() != wanted or not packed.is_contiguous():
-            raise ArgumentError(
-                f"{name}: give {wanted} contiguous bytes for {n} pages, not shape {tuple(packed.shape)}"
-            )
-        return packed.view(n, self.page_bytes)
-
 
 def _overlap_each_other(begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> bool:
     order = np.argsort(begins)
     return bool((ends[order][:-1] > begins[order][1:]).any())
 
 
-def _require_pairs(num_sources: int, num_targets: int) -> None:
-    if num_sources != num_targets:
-        raise ArgumentError(
-            f"source has {num_sources} pages and target {num_targets}: give one source per target"
-        )
+def _dtypes(group: PagedGroup) -> set[str]:
+    return {part.dtype for entry in group.storage.entries for part in (*entry.parts, *entry.scales)}
 
 
 def _geometry(shape: tuple[int, int], name: str) -> tuple[int, int]:

@@ -1,4 +1,5 @@
-"""A layer of the model in its pool, found by its number in the model."""
+"""A layer of the model in its pools, found by its number in the model. In: batches, keys, values; out: where
+the layer keeps what it stores, and writes of the tokens of a batch."""
 
 from __future__ import annotations
 
@@ -8,29 +9,35 @@ from dataclasses import dataclass, field
 import torch
 
 from pagoda.errors import ArgumentError
+from pagoda.kernels.entries import Tokens
 from pagoda.layout import PagedGroup
 from pagoda.pools._batch import Batch, GroupBatch
+from pagoda.pools._entries import EntryPool
 from pagoda.pools._kv import TokenPool
+from pagoda.pools._layer_step import Known, LayerEntries, LayerStep
 
 __all__ = ["Layer"]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Where layer `number` of the model keeps its keys and values, and its state.
+    """Where layer `number` of the model keeps its keys and values, or its entries, and its state.
 
     Keys and values are layer `index` of the pool of `group`. A layer that shares those of another (`source`
-    is that layer's number) has that layer's buffers and stores none itself. `state` has the parts of the
-    layer's state by name, [num_rows + 1, *shape] each; it is empty if the layer has none. The state of row r
-    is state r.
+    is that layer's number) has that layer's buffers and stores none itself. Keys and values by slot, in a
+    TokenPool, are `keys` and `values`, and `store` writes them. Entries in an EntryPool, and windows in
+    rings, are read and written through `at`. `state` has the parts of the layer's state by name,
+    [num_rows + 1, *shape] each; it is empty if the layer has none. The state of row r is state r.
     """
 
     number: int
     source: int
-    place: tuple[PagedGroup, TokenPool, int] | None  # group, pool and index there; None without pages
+    # Group, pool and index there; None without pages.
+    place: tuple[PagedGroup, TokenPool | EntryPool, int] | None
     state: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    entries: LayerEntries | None = field(default=None, compare=False)
 
-    def _place(self) -> tuple[PagedGroup, TokenPool, int]:
+    def _place(self) -> tuple[PagedGroup, TokenPool | EntryPool, int]:
         if self.place is None:
             raise ArgumentError(f"layer {self.number} stores no pages: it has a state")
         return self.place
@@ -41,7 +48,7 @@ class Layer:
         return self._place()[0]
 
     @property
-    def pool(self) -> TokenPool:
+    def pool(self) -> TokenPool | EntryPool:
         """The pool of the layer's group. Errors: ArgumentError for a layer without pages."""
         return self._place()[1]
 
@@ -50,25 +57,34 @@ class Layer:
         """The layer's number in the pool. Errors: ArgumentError for a layer without pages."""
         return self._place()[2]
 
+    def _token_pool(self) -> TokenPool:
+        if not isinstance(self.pool, TokenPool):
+            raise ArgumentError(f"layer {self.number} stores entries, not keys by slot: use Layer.at(batch)")
+        return self.pool
+
     @property
     def keys(self) -> torch.Tensor:
-        """[num_slots, kv_heads, k_dim]: keys by slot. In latent attention, latents with one head."""
-        return self.pool.k_buffer[self.index]
+        """[num_slots, kv_heads, k_dim]: keys by slot. In latent attention, latents with one head.
+
+        Errors: ArgumentError for a layer that stores none by slot; so for `values` and the scales.
+        """
+        return self._token_pool().k_buffer[self.index]
 
     @property
     def values(self) -> torch.Tensor | None:
         """[num_slots, kv_heads, v_dim]: values by slot. In latent attention, None."""
-        return self.pool.v_buffer[self.index] if self.pool.v_buffer else None
+        pool = self._token_pool()
+        return pool.v_buffer[self.index] if pool.v_buffer else None
 
     @property
     def k_scale(self) -> float:
         """The factor of an fp8 key when it is read; 1 in other pools."""
-        return self.pool.k_scale[self.index]
+        return self._token_pool().k_scale[self.index]
 
     @property
     def v_scale(self) -> float:
         """The factor of an fp8 value when it is read; 1 in other pools."""
-        return self.pool.v_scale[self.index]
+        return self._token_pool().v_scale[self.index]
 
     def part_of(self, batch: Batch) -> GroupBatch[torch.Tensor]:
         """Return the part of a batch that is about this layer's group.
@@ -76,12 +92,10 @@ class Layer:
         Errors: ArgumentError, also for a batch of pools with another layout, whose slots mean other places;
         StaleError for a batch whose buffers have been filled for another step.
         """
-        if not isinstance(batch, Batch):
-            raise ArgumentError(f"batch: give what Pools.batch returned, not {type(batch).__name__}")
+        _require_current(batch)
         part = batch[self.group.name]
         if part.group is not self.group and part.group != self.group:
             raise ArgumentError(f"batch: it is of pools with another layout than layer {self.number}")
-        batch.require_current()
         return part
 
     def store(self, batch: Batch, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
@@ -95,10 +109,26 @@ class Layer:
             raise ArgumentError(
                 f"layer {self.number} shares keys and values with layer {self.source}: store them there"
             )
-        slots = self.part_of(batch).slot_mapping
+        pool, slots = self._token_pool(), self.part_of(batch).slot_mapping
         if isinstance(keys, torch.Tensor) and keys.dim() and keys.shape[0] == batch.num_tokens:
             slots = slots[: batch.num_tokens]
-        self.pool.store(self.index, slots, keys, values)
+        pool.store(self.index, slots, keys, values)
+
+    def at(self, batch: Batch) -> LayerStep:
+        """Return the layer's entries and window for the tokens of a batch.
+
+        It reads the buffers of the batch, which never move: if captured with a padded batch, its calls serve
+        every later batch of that size. Errors: ArgumentError for a layer without entries, and as `part_of`;
+        StaleError after another `Pools.batch`.
+        """
+        if self.entries is None:
+            raise ArgumentError(f"layer {self.number} has neither entries nor a window in a ring")
+        if self.place is not None:
+            self.part_of(batch)
+        else:
+            _require_current(batch)
+        tokens = Tokens(batch.rows, batch.batch_indices, batch.positions)
+        return LayerStep(self.entries, tokens, lambda: Known(*batch.longest))
 
     def __repr__(self) -> str:
         found = []
@@ -109,3 +139,9 @@ class Layer:
         if self.state:
             found.append(f"state {', '.join(self.state)}")
         return f"Layer({self.number}: {', '.join(found)})"
+
+
+def _require_current(batch: Batch) -> None:
+    if not isinstance(batch, Batch):
+        raise ArgumentError(f"batch: give what Pools.batch returned, not {type(batch).__name__}")
+    batch.require_current()

@@ -16,15 +16,17 @@ import torch
 from pagoda import kernels
 from pagoda._native import Rank
 from pagoda.errors import ArgumentError, ConfigError, InvariantError
-from pagoda.layout import Layout, PagedGroup
+from pagoda.layout import Layout, PagedGroup, RingWindow
 from pagoda.layout._numbers import count
 from pagoda.manager import Delta
 from pagoda.manager._manager import read_capacity
 from pagoda.pools._arguments import filled, number, refuse_capture, resolve_device
 from pagoda.pools._batch import Batch, BatchBuffers, Geometry, Sizes
 from pagoda.pools._checkpoints import CheckpointPool
+from pagoda.pools._entries import EntryPool
 from pagoda.pools._kv import TokenPool
 from pagoda.pools._layer import Layer
+from pagoda.pools._layer_step import LayerEntries
 from pagoda.pools._staging import Staging, current_stream, staging_of
 from pagoda.pools._state import StatePool
 
@@ -37,23 +39,26 @@ class Pools:
     """Pages, states and tables of all groups on one device, which follow a manager's deltas.
 
     `layout` is the rank's (`layout.shard(n)`); `capacity`, `num_rows` and `max_tokens` are those of the
-    manager, so that its ids and places mean the same on every rank. `pools[name]` is a group's TokenPool,
-    `pools.layer(n)` a layer of the model, `tables[name]` a group's table, [num_rows + 1, max_pages] int32:
-    row 0 is padding, id 0 means no page, and places beyond a row's length are stale. Tables are views of
-    `flat_table`, one after the other in the order of the groups, so that one launch makes all writes of a
-    delta. Tensors of pages and tables are zeros at first, states those of new requests; none ever moves.
+    manager, so that its ids and places mean the same on every rank. `pools[name]` is a group's pool: a
+    TokenPool for keys and values or latents by slot; an EntryPool for compressed entries, quantised latents,
+    and latents with indexer keys. `pools.layer(n)` is a layer of the model, `tables[name]` a group's table,
+    [num_rows + 1, max_pages] int32: row 0 is padding, id 0 means no page, and places beyond a row's length
+    are stale. Tables are views of `flat_table`, one after the other in the order of the groups, so that one
+    launch makes all writes of a delta. Tensors of pages and tables are zeros at first, states those of new
+    requests; none ever moves.
 
     If the layout has states, `capacity["checkpoint"]` is the number of checkpoints, possibly 0, and `states`
     and `checkpoints` are their pools; otherwise both are None. The state of row r is state r, so
     `capacity["state"]` may be omitted; it is at least num_rows.
 
-    `max_step_tokens` is the most tokens that one step computes. These arguments are mappings by group name:
+    `max_step_tokens` is the most tokens that one step computes; with 0, no batch can be made, and there are
+    no buffers for batches. These arguments are mappings by group name:
     `kernel_page_tokens`, the page size of kernels where it is smaller than the group's; `max_indices`, the
     most page indices of a batch, by default enough for all rows at their longest; `k_scale` and `v_scale`,
     the scales of fp8 groups. `buffers` has the caller's own tensors for batches by name (`positions`,
     `full.slot_mapping`, …).
 
-    Errors: ConfigError, also for groups that a TokenPool cannot hold.
+    Errors: ConfigError.
     """
 
     def __init__(
@@ -81,7 +86,7 @@ class Pools:
         self.max_step_tokens = (
             max(self.num_rows, min(self.max_tokens, STEP_TOKENS))
             if max_step_tokens is None
-            else count(max_step_tokens, "max_step_tokens")
+            else count(max_step_tokens, "max_step_tokens", low=0)
         )
         self.device = resolve_device(device)
         geometries = _geometries(
@@ -100,14 +105,7 @@ class Pools:
         self._staging = staging_of(self.device, staging)
         k_scales, v_scales = _by_group(k_scale, names, "k_scale"), _by_group(v_scale, names, "v_scale")
         self.pools = {
-            group.name: TokenPool.from_group(
-                group,
-                n,
-                self.device,
-                k_scale=k_scales.get(group.name),
-                v_scale=v_scales.get(group.name),
-                staging=self._staging,
-            )
+            group.name: self._pool_of(group, n, k_scales.get(group.name), v_scales.get(group.name))
             for group, n in zip(groups, pages, strict=True)
         }
         self.states: StatePool | None = None
@@ -126,10 +124,11 @@ class Pools:
             self.tables = {
                 name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)
             }
+        max_rows = self.num_rows if self.max_step_tokens else 0
         self._buffers = BatchBuffers(
-            geometries, self.num_rows, self.max_step_tokens, self.device, dict(buffers or {})
+            geometries, max_rows, self.max_step_tokens, self.device, dict(buffers or {})
         )
-        self._layers = _layers_of(layout, self.pools, self.states)
+        self._layers = [self._make_layer(number) for number in range(len(layout.layers))]
         self._at = self._addresses()
         self._in_order = tuple(self.pools.values())
         # The delta that was applied last, what was found in it, and its copy on the device.
@@ -138,7 +137,65 @@ class Pools:
         self._step = 0
         self._lock = threading.RLock()
 
-    def __getitem__(self, name: str) -> TokenPool:
+    def _pool_of(
+        self, group: PagedGroup, num_pages: int, k_scale: Any, v_scale: Any
+    ) -> TokenPool | EntryPool:
+        staging = self._staging
+        if TokenPool.can_hold(group):
+            return TokenPool.from_group(
+                group, num_pages, self.device, k_scale=k_scale, v_scale=v_scale, staging=staging
+            )
+        for given, name in ((k_scale, "k_scale"), (v_scale, "v_scale")):
+            if given is not None:
+                raise ConfigError(f"{name}: group {group.name} stores entries, which have their own scales")
+        return EntryPool.from_group(group, num_pages, self.device, staging=staging)
+
+    def _make_layer(self, layer: int) -> Layer | None:
+        source, states = self.layout.source(layer), self.layout.state_group
+        place = next(
+            (
+                (group, self.pools[group.name], group.layers.index(source))
+                for group in self.layout.paged_groups
+                if source in group.layers
+            ),
+            None,
+        )
+        state: dict[str, torch.Tensor] = {}
+        if self.states is not None and states is not None and layer in states.layers:
+            state = self.states.layer(states.layers.index(layer))
+        if place is None and not state:
+            return None
+        return Layer(layer, source, place, state, self._entries_of(layer, place, state))
+
+    def _entries_of(
+        self,
+        layer: int,
+        place: tuple[PagedGroup, TokenPool | EntryPool, int] | None,
+        state: Mapping[str, torch.Tensor],
+    ) -> LayerEntries | None:
+        """Return the entries of a layer, None without entries and without a window in a ring."""
+        ring = next((kind for kind in self.layout.layers[layer] if isinstance(kind, RingWindow)), None)
+        name, window = f"layer {layer}", 0 if ring is None else ring.window
+        if place is not None and isinstance(place[1], EntryPool):
+            group, pool, index = place[0], place[1], place[2]
+            entry, *more = group.storage.entries
+            return LayerEntries(
+                name,
+                self.device,
+                entry,
+                more[0] if more else None,
+                group.storage.ratio,
+                group.entries_per_page,
+                window,
+                pool.layer(index),
+                self.tables[group.name],
+                state,
+            )
+        return (
+            None if ring is None else LayerEntries(name, self.device, ring.entry, window=window, state=state)
+        )
+
+    def __getitem__(self, name: str) -> TokenPool | EntryPool:
         if name not in self.pools:
             names = ", ".join(self.pools)
             raise ArgumentError(f"name: there is no group {str(name)[:40]!r}: the groups are {names}")
@@ -296,7 +353,7 @@ class Pools:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return every tensor on the device: pages, states, checkpoints, tables, buffers of batches."""
-        pages = [buffer for pool in self.pools.values() for buffer in (*pool.k_buffer, *pool.v_buffer)]
+        pages = [tensor for pool in self.pools.values() for tensor in pool.tensors()]
         states = [] if self.states is None else list(self.states.tensors.values())
         checkpoints = [] if self.checkpoints is None else [self.checkpoints.tensor]
         return [*pages, *states, *checkpoints, self.flat_table, *self._buffers.tensors.values()]
@@ -379,22 +436,4 @@ def _geometries(
                 "fewer rows or tokens"
             )
         found.append(Geometry(group, max_pages, size, most))
-    return found
-
-
-def _layers_of(
-    layout: Layout, pools: Mapping[str, TokenPool], states: StatePool | None
-) -> list[Layer | None]:
-    places = {
-        layer: (group, pools[group.name], index)
-        for group in layout.paged_groups
-        for index, layer in enumerate(group.layers)
-    }
-    with_state = () if layout.state_group is None else layout.state_group.layers
-    found: list[Layer | None] = []
-    for layer in range(len(layout.layers)):
-        source = layout.source(layer)
-        place = places.get(source)
-        state = states.layer(with_state.index(layer)) if states and layer in with_state else {}
-        found.append(Layer(layer, source, place, state) if place or state else None)
     return found

@@ -4,7 +4,6 @@ read. Only `DeviceTable` writes it, and its tensors never move (invariant 6)."""
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +23,8 @@ Values = npt.NDArray[np.int64] | torch.Tensor  # [n] on the host, or [n] int32 o
 class DeviceTable:
     """An int32 matrix [num_rows + 1, num_columns] on a device, the copy of a table on the host.
 
-    All places of `tensor` are `empty` at first; row 0 is padding. With `has_lens`, `lens` is a length per
-    row, [num_rows + 1] int32, else None; it follows the matrix in one tensor, so that one launch sets a place
-    and a length. Both are allocated once and never move: kernels and captured graphs keep their addresses.
-    Thread-safe.
+    All places of `tensor` are 0 at first; row 0 is padding. It is allocated once and never moves: kernels and
+    captured graphs keep its address. Thread-safe.
 
     Errors: ConfigError for sizes that are not positive or exceed 2^31 places, or an unknown device.
     """
@@ -38,25 +35,19 @@ class DeviceTable:
         num_columns: int,
         device: torch.device | str = "cuda",
         staging: Staging | None = None,
-        *,
-        empty: int = 0,
-        has_lens: bool = False,
     ) -> None:
         self.num_rows = count(num_rows, "num_rows", low=0)
         self.num_columns = count(num_columns, "num_columns")
         self.device = resolve_device(device)
         num_entries = (self.num_rows + 1) * self.num_columns
-        if num_entries + self.num_rows + 1 >= 2**31:
+        if num_entries >= 2**31:
             raise ConfigError(
                 f"num_rows = {self.num_rows} and num_columns = {self.num_columns}: the table exceeds 2^31 "
                 "places: give fewer rows or columns"
             )
-        self._flat = filled((num_entries + has_lens * (self.num_rows + 1),), torch.int32, self.device)
+        self.tensor = filled((self.num_rows + 1, self.num_columns), torch.int32, self.device)
         with torch.inference_mode(False):  # the table is written outside of it
-            self.tensor = self._flat[:num_entries].view(self.num_rows + 1, self.num_columns)
-            self.lens = self._flat[num_entries:] if has_lens else None
-            if empty:
-                self.tensor.fill_(empty)
+            self._flat = self.tensor.view(-1)
         self._staging = staging_of(self.device, staging)
         self._addresses = self._find()
         self._lock = threading.RLock()
@@ -87,15 +78,6 @@ class DeviceTable:
             at, column = self._on_device(rows), self._on_device(columns)
             self._write(torch.add(column.long(), at, alpha=self.num_columns), values)
 
-    def set(self, row: int, column: int, value: int, length: int) -> None:
-        """Set one place, and the length of its row, without a copy to the device.
-
-        For tables with `lens`. Cost: one launch.
-        """
-        at = row * self.num_columns + column
-        with self._lock:
-            kernels.set_table(self._flat, at, value, self.tensor.numel() + row, length)
-
     def _write(self, places: Values, values: Values) -> None:
         n = max(places.shape[0], values.shape[0]) if places.shape[0] and values.shape[0] else 0
         if n == 0:
@@ -108,13 +90,13 @@ class DeviceTable:
             given = (self._on_device(each).to(torch.int32).expand(n) for each in (places, values))
             sent = torch.cat(list(given))
         with self._lock:
-            kernels.write_table(sent, 0, n, n, self._flat[: self.tensor.numel()])
+            kernels.write_table(sent, 0, n, n, self._flat)
 
     def _on_device(self, values: Values) -> torch.Tensor:
         return self._staging.send(values)[0] if isinstance(values, np.ndarray) else values
 
     def memory_bytes(self) -> int:
-        """Bytes of the matrix and the lengths."""
+        """Bytes of the matrix."""
         return self._flat.numel() * self._flat.element_size()
 
     def check(self) -> None:
@@ -123,6 +105,5 @@ class DeviceTable:
             raise InvariantError(6, "the table has moved")
         self._staging.check()
 
-    def _find(self) -> tuple[Any, ...]:
-        tensors = (self._flat, self.tensor, self.lens)
-        return tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    def _find(self) -> tuple[int, int]:
+        return self._flat.data_ptr(), self.tensor.data_ptr()

@@ -1,9 +1,11 @@
-"""The manager of a compressed-attention model, DeepSeek-V4 style. In: a config and a schedule of layers; out:
-all cache state of one instance of the model, and handles through which attention reads and writes it.
+"""The manager of a compressed-attention model, DeepSeek-V4 style, in the names of the public design: a face
+of one `pagoda.Manager` and one `pagoda.Pools`. In: a config and a schedule of layers; out: all cache state of
+one instance of the model, and handles through which attention reads and writes it.
 
 `config` describes the model, `schema` what each layer stores, `budget` how many blocks to allocate. `paged`
-and `state` are the pools of one layer, `blocks` the block table of a group of layers, `tokens` the tokens of
-a step. `manager` ties these to requests, and `handle` is the cache of one layer during a step.
+and `state` show the blocks and states of one layer, `blocks` the allocator of a group of layers, `tokens`
+reads the tokens of a step. `manager` ties these to requests, and `handle` is the cache of one layer during a
+step. Nothing here owns a free-list, a table or a pool.
 """
 
 from pagoda.compat.hybrid.budget import compute_block_budget

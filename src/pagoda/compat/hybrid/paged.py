@@ -7,8 +7,7 @@ import torch
 from pagoda.compat.hybrid.schema import LayerCacheSchema
 from pagoda.errors import ConfigError
 from pagoda.layout._numbers import count
-from pagoda.pools import EntryPool
-from pagoda.pools._arguments import layer_number
+from pagoda.pools import EntryPool, Pools
 
 __all__ = ["PagedKVPool"]
 
@@ -32,21 +31,21 @@ class PagedKVPool:
             raise ConfigError(
                 f"schema: layer {schema.layer_idx} is {schema.attn_type.name}: it has no compressed entries"
             )
-        (group,) = schema.layout().paged_groups
-        blocks = count(num_blocks, "num_blocks", low=0)
-        self._become(schema, EntryPool.from_group(group, blocks, device), 0)
+        self._become(schema, schema.pools(1, count(num_blocks, "num_blocks", low=0), device), 0)
 
     @classmethod
-    def of_layer(cls, schema: LayerCacheSchema, pool: EntryPool, layer: int) -> PagedKVPool:
-        """Wrap one layer of a group's pool, without allocating. Errors: ArgumentError."""
+    def of_layer(cls, schema: LayerCacheSchema, pools: Pools, layer: int) -> PagedKVPool:
+        """Wrap one layer of the pools of a model, without allocating. Errors: ArgumentError."""
         made = cls.__new__(cls)
-        made._become(schema, pool, layer_number(layer, pool.num_layers))
+        made._become(schema, pools, layer)
         return made
 
-    def _become(self, schema: LayerCacheSchema, pool: EntryPool, layer: int) -> None:
-        self.schema, self.num_blocks, self.device = schema, pool.num_pages, pool.device
-        self._pool, self._layer = pool, layer
-        pages = pool.layer(layer)
+    def _become(self, schema: LayerCacheSchema, pools: Pools, number: int) -> None:
+        layer = pools.layer(number)
+        assert isinstance(layer.pool, EntryPool)
+        self._pool, self._layer = layer.pool, layer.index
+        self.schema, self.num_blocks, self.device = schema, self._pool.num_pages, pools.device
+        pages = self._pool.layer(self._layer)
         self.entries = pages[schema.entry.name]
         self.index = None if schema.index is None else pages[schema.index.name]
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from pagoda.compat.hybrid.config import AttentionType, DSV4Config, LayerSpec
 from pagoda.errors import ConfigError
 from pagoda.kernels.entries import Codec
 from pagoda.layout import CompressedAttention, Entry, Layout, RingWindow
+from pagoda.pools import Pools
 
 __all__ = ["LayerCacheSchema", "build_schema"]
 
@@ -101,9 +104,21 @@ class LayerCacheSchema:
         """How the numbers of an indexer's key become bytes; None without an indexer."""
         return None if self.index is None else Codec.of(self.index)
 
-    def layout(self, num_layers: int = 1) -> Layout:
-        """Return a layout of `num_layers` layers of this kind and nothing else."""
-        return Layout([self.kind] * num_layers, self.block_tokens)
+    def pools(self, num_rows: int, num_blocks: int, device: torch.device | str) -> Pools:
+        """Allocate pools of this layer alone, for `num_rows` requests and `num_blocks` blocks.
+
+        Errors: ConfigError.
+        """
+        layout = Layout([self.kind], self.block_tokens)
+        capacity = {group.name: num_blocks for group in layout.paged_groups} | {"checkpoint": 0}
+        return Pools(
+            layout,
+            capacity,
+            num_rows=num_rows,
+            max_tokens=self.block_tokens,
+            device=device,
+            max_step_tokens=0,
+        )
 
 
 def build_schema(config: DSV4Config, spec: LayerSpec) -> LayerCacheSchema:

@@ -1,4 +1,4 @@
-"""The state that one layer keeps per request, of fixed size: `StateCachePool`."""
+"""The state that one layer keeps per request, of fixed size: `StateCachePool`, a layer of `Pools.states`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import torch
 from pagoda import kernels
 from pagoda.compat.hybrid.schema import LayerCacheSchema
 from pagoda.errors import ArgumentError, ConfigError
-from pagoda.kernels.entries import Ring
 from pagoda.layout._numbers import count, integer
-from pagoda.pools import StatePool
-from pagoda.pools._arguments import layer_number, one_id, refuse_capture
+from pagoda.pools import Pools
+from pagoda.pools._arguments import one_id, refuse_capture
 
 __all__ = ["StateCachePool", "StateSnapshot"]
 
@@ -56,31 +55,28 @@ class StateCachePool:
     ) -> None:
         if not isinstance(schema, LayerCacheSchema):
             raise ConfigError(f"schema: give a LayerCacheSchema, not {type(schema).__name__}")
-        rows = count(max_concurrent_requests, "max_concurrent_requests", low=0)
-        group = schema.layout().state_group
-        assert group is not None
-        self._become(schema, StatePool.from_group(group, rows, device), 0, threading.RLock())
-
-    @property
-    def ring(self) -> Ring:
-        """The windows of all slots, as kernels take them."""
-        return Ring(self.window, self.window_scales, self.positions)
+        rows = count(max_concurrent_requests, "max_concurrent_requests")
+        self._become(schema, schema.pools(rows, 0, device), 0, threading.RLock())
 
     @classmethod
     def of_layer(
-        cls, schema: LayerCacheSchema, pool: StatePool, layer: int, lock: threading.RLock
+        cls, schema: LayerCacheSchema, pools: Pools, layer: int, lock: threading.RLock
     ) -> StateCachePool:
-        """Wrap one layer of a pool with several, without allocating. `lock` serialises its calls. Errors:
+        """Wrap one layer of the pools of a model, without allocating. `lock` serialises its calls. Errors:
         ArgumentError."""
         made = cls.__new__(cls)
-        made._become(schema, pool, layer_number(layer, pool.num_layers), lock)
+        made._become(schema, pools, layer, lock)
         return made
 
-    def _become(self, schema: LayerCacheSchema, pool: StatePool, layer: int, lock: threading.RLock) -> None:
-        self.schema, self.max_concurrent_requests, self.device = schema, pool.num_rows, pool.device
-        self._pool, self._lock = pool, lock
-        self._parts = parts = pool.layer(layer)
-        self._regions = pool.regions(layer)
+    def _become(self, schema: LayerCacheSchema, pools: Pools, layer: int, lock: threading.RLock) -> None:
+        states, group = pools.states, pools.layout.state_group
+        assert states is not None
+        assert group is not None
+        self.schema, self.max_concurrent_requests, self.device = schema, pools.num_rows, pools.device
+        self._pool, self._lock = states, lock
+        self._parts = parts = dict(pools.layer(layer).state)
+        self._specs = {part.name: part for part in schema.kind.state}
+        self._regions = states.regions(group.layers.index(layer))
         self.window, self.window_scales = parts["window"], parts.get("window_scales")
         self.positions = parts["positions"]
         self.main_values, self.main_scores = parts.get("main_values"), parts.get("main_scores")
@@ -145,13 +141,12 @@ class StateCachePool:
     def _needed(self, length: int) -> dict[str, int]:
         """Return the first position that a resume at `length` reads, for each part that it reads.
 
-        The part `positions` is not among them: it follows from the length."""
-        first = max(0, length - self.schema.window + 1)
-        needed = {name: first for name in self._parts if name in ("window", "window_scales")}
-        if self.schema.overlap:
-            compressors = (name for name in self._parts if name not in {*needed, "positions"})
-            needed |= {name: max(0, length - self.schema.ratio) for name in compressors}
-        return needed
+        Positions are not among them: they follow from the length."""
+        return {
+            name: max(0, length - part.kept)
+            for name, part in self._specs.items()
+            if part.kept and not part.holds_positions
+        }
 
     def _runs(self, name: str, begin: int, end: int) -> Iterator[tuple[slice, slice]]:
         """Yield where positions [begin, end) are in a part, and in a copy of just these: one or two runs."""

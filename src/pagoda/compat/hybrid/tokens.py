@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -10,26 +10,20 @@ import torch
 
 from pagoda.compat._words import in_words
 from pagoda.errors import ArgumentError, UsageError
-from pagoda.ids import FreeList
 from pagoda.kernels.entries import Tokens
+from pagoda.manager import Manager
 from pagoda.pools import Staging
 from pagoda.pools._arguments import AnyIds, host_ids, require_range
+from pagoda.pools._layer_step import Known
 
-__all__ = ["Known", "read_tokens"]
-
-
-class Known(NamedTuple):
-    """What is known about the tokens of a step if they were given on the host."""
-
-    length: int  # tokens of the longest request, those of the step included
-    num_tokens: int  # the most tokens that any request has in the step
+__all__ = ["read_tokens"]
 
 
 def read_tokens(
     request_slots: AnyIds,
     request_ids: AnyIds,
     positions: AnyIds,
-    rows: FreeList,
+    manager: Manager,
     max_tokens: int,
     staging: Staging,
 ) -> tuple[Tokens, Known | None]:
@@ -51,7 +45,7 @@ def read_tokens(
         )
     known = None
     if on_host:
-        known = _look_at(on_host, sizes["request_slots"], rows, max_tokens)
+        known = _look_at(on_host, sizes["request_slots"], manager, max_tokens)
         sent = staging.send(*(ids.astype(np.int32) for ids in on_host.values()))
         there |= zip(on_host, sent, strict=True)
     return Tokens(there["request_slots"], there["request_ids"], there["positions"]), known
@@ -72,19 +66,19 @@ def _is_there(ids: Any, name: str, device: torch.device) -> TypeGuard[torch.Tens
 
 
 def _look_at(
-    on_host: dict[str, npt.NDArray[np.int64]], batch: int, rows: FreeList, max_tokens: int
+    on_host: dict[str, npt.NDArray[np.int64]], batch: int, manager: Manager, max_tokens: int
 ) -> Known | None:
     """Check ids on the host, and return what they tell about lengths if all tokens are there."""
     slots, ids, positions = (on_host.get(name) for name in ("request_slots", "request_ids", "positions"))
     if slots is not None:
-        require_range(slots, 0, rows.num_ids, "request_slots", "rows")
+        require_range(slots, 0, manager.num_rows, "request_slots", "rows")
         real = slots[slots > 0]
         if np.unique(real).size != real.size:
             raise ArgumentError("request_slots has a duplicate: give each row once")
         try:
-            rows.require_held(real)
+            manager.reserved(real.astype(np.int32))
         except UsageError as error:
-            in_words(error, ids="request_slots")
+            in_words(error, rows="request_slots")
             raise
     if ids is not None:
         require_range(ids, -1, batch - 1, "request_ids", "requests of the batch, and −1 for padding,")
