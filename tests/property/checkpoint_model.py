@@ -1,10 +1,11 @@
 """Which checkpoints a tree has and which one it gives up, in plain Python.
 
 In: what happens to checkpoints; out: the next one to go. Two classes: tails and branch points, which
-requests are likely to resume from, and interval points and tails that a deeper tail has superseded. The second
-goes first, by powers of two of the gap to the checkpoint before, then by age; of the first goes what is worth
-least: inflation at its last use + share of its kind that was resumed * gap. A worth is looked at again when it
-is the least, and at each eviction that of one id, in turn.
+requests are likely to resume from, and interval points and tails that a deeper tail has superseded. The
+second goes first, by powers of two of the gap to the checkpoint before, then by age; of the first goes what
+is worth least: inflation at its last use + share of its kind that was resumed * gap. A worth is looked at
+again when it is the least, and at each eviction that of one id, in turn; what was not used for long then goes
+first.
 """
 
 from collections.abc import Callable
@@ -28,6 +29,7 @@ class Kept:
     save: Save
     kind: str
     inflation: float
+    used: int  # saves of tails and branch points until its last use
     is_resumed: bool = False
     is_second: bool = False
     worth: float = 0.0
@@ -50,6 +52,7 @@ class Checkpoints:
     reuse: dict[str, list[float]] = field(default_factory=prior)  # a kind: how many were saved, and resumed
     inflation: float = 0.0
     clock: int = 0
+    saves: int = 0  # of tails and branch points
     hand: int = 0  # the id that was looked at last
     num_held: int = 0  # by rows
     saved: int = 0
@@ -70,6 +73,13 @@ class Checkpoints:
     def gap(self, key: int) -> int:
         before = self.before(key)
         return self.kept[key].save.length - (self.kept[before].save.length if before else 0)
+
+    def look_again(self, key: int) -> None:
+        it = self.kept[key]
+        if self.saves - it.used > 8 * self.total:
+            it.is_second, it.worth = True, -1
+        else:
+            self.look_at(key)
 
     def look_at(self, key: int) -> None:
         it, gap = self.kept[key], self.gap(key)
@@ -94,16 +104,19 @@ class Checkpoints:
         if key in self.kept:
             return
         self.saved += 1
-        self.kept[key] = Kept(save, save.kind, self.inflation)
+        self.saves += save.kind != "interval"
+        self.kept[key] = Kept(save, save.kind, self.inflation, self.saves)
         self.count_saved(save.kind)
         self.enlist(key, save.kind == "interval")
-        if save.kind not in TAILS:
-            return
-        above = self.before(key)
-        while above and self.kept[above].is_second:
-            above = self.before(above)
-        if above and self.kept[above].kind in TAILS:
-            self.enlist(above, True)
+        if save.kind in TAILS:
+            self.supersede(self.before(key))
+
+    def supersede(self, key: int) -> None:
+        """A tail continues the one here or above, if nothing of the first class is between them."""
+        while key and self.kept[key].is_second:
+            key = self.before(key)
+        if key and self.kept[key].kind in TAILS:
+            self.enlist(key, True)
 
     def resume(self, key: int, is_near: bool, parts: bool) -> None:
         """A request resumed from it."""
@@ -116,12 +129,13 @@ class Checkpoints:
             it.kind = "branch"
             self.count_saved("branch")
             self.reuse["branch"][1] += 1
-        it.inflation = self.inflation
+        it.inflation, it.used = self.inflation, self.saves
         self.enlist(key, it.is_second and not parts)
 
-    def least(self, is_second: bool) -> int:
-        those = [(it.worth, it.order, key) for key, it in self.kept.items() if it.is_second == is_second]
-        return min(those)[2] if those else 0
+    def top(self, also_first: bool) -> int:
+        those = [(not it.is_second, it.worth, it.order, key) for key, it in self.kept.items()]
+        is_first, _, _, key = min(those, default=(True, 0, 0, 0))
+        return key if also_first or not is_first else 0
 
     def next(self, also_first: bool) -> int:
         """The one to give up, 0 if there is none."""
@@ -130,12 +144,11 @@ class Checkpoints:
         self.hand = self.hand % self.total + 1
         for key, it in self.kept.items():
             if it.save.id == self.hand:
-                self.look_at(key)
-        for is_second in (True, False) if also_first else (True,):
-            while key := self.least(is_second):
-                self.look_at(key)
-                if self.least(is_second) == key:
-                    return key
+                self.look_again(key)
+        while key := self.top(also_first):
+            self.look_again(key)
+            if self.top(also_first) == key:
+                return key
         return 0
 
     def take(self, save: Save, saves: list[Save]) -> bool:

@@ -1,10 +1,9 @@
-"""Tables, pages and states as one rank has them, moved by deltas alone. In: deltas and what steps compute; out:
-what a row would read. The tensors are those of real pools, looked into.
+"""Tables, pages and states as one rank has them, moved by deltas alone: the tensors of real pools.
 
-Of each token's keys the first number is its content, small enough to be exact in float32; a group of entries has
-the content of the last token of each entry. A state has the content of the last token where a part is kept as a
-whole, and in rings that of each token in its cell. A page or checkpoint keeps what was written last, whoever has
-it.
+In: deltas and what steps compute; out: what a row would read. Of each token's keys the first number is its
+content, small enough to be exact in float32; a group of entries has the content of the last token of each
+entry. A state has the content of the last token where a part is kept as a whole, and in rings that of each
+token in its cell. A page or checkpoint keeps what was written last, whoever has it.
 """
 
 import numpy as np

@@ -352,6 +352,10 @@ class Model:
             kind = "continued" if row.is_continued else "fresh"
         assert self.checkpoints is not None
         save = Save(row.computed, kind, is_rolling)
+        if is_rolling and not any(it.is_rolling for it in row.saves):  # it will supersede the prompt's tail
+            self.checkpoints.supersede(
+                next((key for key in row.path[::-1] if key in self.checkpoints.kept), 0)
+            )
         if self.checkpoints.take(save, row.saves):
             self.to_save.append((number, save))
 

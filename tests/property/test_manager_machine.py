@@ -67,6 +67,8 @@ STATES = [
     Layout([FULL, STATE], 4),
     Layout([STATE, LATENT, FULL], {"full": 2, "latent": 6}),
     Layout([FULL, RING, STATE], 4),
+    Layout([CSA, HCA], {"csa": 4, "hca": 8}),
+    Layout([FULL, STATE, CSA, HCA], {"full": 2, "csa": 4, "hca": 4}),
 ]
 STATES_AND_WINDOWS = [
     Layout([STATE], 4),
@@ -74,6 +76,7 @@ STATES_AND_WINDOWS = [
     Layout([window(5), STATE], 2),
     Layout([window(5), FULL, STATE], {"full": 8, "window": 4}),
     Layout([STATE, window(3), window(10)], {"window": 2, "window-2": 4}),
+    Layout([FULL, window(9), STATE, CSA, HCA], {"full": 4, "window": 8, "csa": 4, "hca": 8}),
 ]
 MOST_PAGES = 5  # of the tree, in a prompt
 
