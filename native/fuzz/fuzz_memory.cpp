@@ -69,7 +69,7 @@ class Fuzz {
   }
 
   void step() {
-    switch (below(12)) {
+    switch (below(13)) {
       case 0:
       case 1:
         return admit();
@@ -77,6 +77,8 @@ class Fuzz {
         return admit_again();
       case 11:
         return move_pages();
+      case 12:
+        return serve();
       case 2:
       case 3:
         return grow();
@@ -164,8 +166,8 @@ class Fuzz {
 
   // Whether the call did it, once there was memory for it.
   template <typename Call>
-  bool call(const char* name, bool may_evict, Call make) {
-    for (int64_t memory = first_memory();; ++memory) {
+  bool call(const char* name, bool may_evict, Call make, int64_t memory = 0) {
+    for (;; ++memory) {
       const std::vector<int64_t> before = seen(!may_evict);
       try {
         g_left = memory;
@@ -200,6 +202,16 @@ class Fuzz {
     const std::string space = below(4) == 0 ? "a name that is too long to be kept in place" : "";
     const std::vector<KeyRange> ranges{{0, 3, "another name that is too long to be kept in place"}};
     admit(prompt, space, below(5) == 0 ? &ranges : nullptr, below(6) > 0, below(6) > 0);
+  }
+
+  // From prompt to answer, so that the next one may resume from it.
+  void serve() {
+    admit();
+    for (int64_t n = 3 + below(3); n > 0; --n) {
+      end_step();
+      commit();
+    }
+    release();
   }
 
   // What another row is computing too: both keep pages of their own, and what is stored first is the tree's.
@@ -338,7 +350,8 @@ class Fuzz {
         rest.push_back(request);
       }
     }
-    call("release", false, [&] { manager_.release({rows.data(), static_cast<int64_t>(rows.size())}); });
+    const Ids view{rows.data(), static_cast<int64_t>(rows.size())};
+    call("release", false, [&] { manager_.release(view); }, first_memory());
     running_.swap(rest);
   }
 
@@ -375,11 +388,14 @@ class Fuzz {
     const Ids view{rows.data(), n};
     const PerRow each{{counts.data(), n}, 0, true};
     std::vector<int32_t> packed;
-    call("plan", false, [&] {
-      const DeltaLayout layout = manager_.lay_out(view, each);
-      packed.assign(static_cast<size_t>(layout.size()), -1);
-      manager_.plan(view, each, layout, packed.data());
-    });
+    call(
+        "plan", false,
+        [&] {
+          const DeltaLayout layout = manager_.lay_out(view, each);
+          packed.assign(static_cast<size_t>(layout.size()), -1);
+          manager_.plan(view, each, layout, packed.data());
+        },
+        first_memory());
     const DeltaView delta({packed.data(), static_cast<int64_t>(packed.size())});
     const Ids lengths = delta.section(Section::kLengths), starts = delta.section(Section::kStarts);
     require(delta.step() == step && manager_.step() == step + 1, "plan", "is of another step");
