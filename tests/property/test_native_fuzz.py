@@ -121,7 +121,12 @@ MISTAKES = [
     ("fuzz_memory", "core/manager_admit.cpp", "request.copies.reserve(", "request.ranges.reserve("),
     ("fuzz_memory", "core/manager_room.cpp", "group.cached.move_duplicates(page, duplicate);", ""),
     ("fuzz_memory", "core/manager_step.cpp", "group.cached.unlink_duplicate(group.place(rows[i], p));", "{}"),
-    ("fuzz_memory", "core/manager_states.cpp", "if (!is_kept) return free_checkpoint(save.id);", ""),
+    (
+        "fuzz_memory",
+        "core/manager_states.cpp",
+        "if (!is_kept) return free_checkpoint(save.id);",
+        "if (!is_kept) return;",
+    ),
     (
         "fuzz_memory",
         "core/manager_states.cpp",
