@@ -73,7 +73,6 @@ class CheckpointOrder {
 
   int64_t size() const { return first_.size() + second_.size(); }
   bool contains(int32_t id) const { return first_.contains(id) || second_.contains(id); }
-  bool has_second() const { return second_.size() > 0; }
   CheckpointKind kind(int32_t id) const { return entries_[id].kind; }
   bool is_second(int32_t id) const { return second_.contains(id); }
 
@@ -131,7 +130,7 @@ class CheckpointOrder {
   // Recomputes the key of a listed checkpoint. One that was not used for long goes next.
   void update(int32_t id, int64_t gap) {
     const bool is_first = first_.contains(id);
-    if (saves_ - entries_[id].used > kLifetime * static_cast<uint32_t>(num_ids_)) {
+    if (uint64_t{saves_ - entries_[id].used} > kLifetime * static_cast<uint64_t>(num_ids_)) {
       const int64_t order = (is_first ? first_ : second_).key(id).order;
       remove(id);
       second_.add(id, {-1, order});
@@ -145,7 +144,7 @@ class CheckpointOrder {
   void list(int32_t id, int64_t gap, bool is_second);
 
   // Saves of tails and branch points, times the number of checkpoints, that an unused checkpoint survives.
-  static constexpr uint32_t kLifetime = 8;
+  static constexpr uint64_t kLifetime = 8;
 
   int32_t num_ids_;
   int32_t hand_ = 0;  // the id recomputed last

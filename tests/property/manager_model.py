@@ -70,7 +70,7 @@ class RowModel:
     is_bad: bool = False  # depends on pages that were invalidated
     cuts: dict[int, str] = field(default_factory=dict)  # where to save its prefill: the kind of checkpoint
     saves: list[Save] = field(default_factory=list)
-    first_rolling: int = 0  # from this length on it decodes
+    prompt_length: int = 0  # beyond it, it decodes
     is_continued: bool = False  # it goes on where another path ended
 
     @property
@@ -276,7 +276,7 @@ class Model:
             self.contents.drops.get(space, 0),
             self.step,
             is_stored,
-            first_rolling=len(tokens),
+            prompt_length=len(tokens),
         )
         self.rows[number] = row
         if self.is_exact:
@@ -345,7 +345,7 @@ class Model:
         row = self.rows[number]
         kind = row.cuts.get(row.computed)
         row.cuts = {length: it for length, it in row.cuts.items() if length > row.computed}
-        is_rolling = kind is None and row.computed >= row.first_rolling
+        is_rolling = kind is None and row.computed > row.prompt_length
         if not row.is_stored or row.computed % self.resume_step or (kind is None and not is_rolling):
             return
         if kind not in ("branch", "interval"):
@@ -429,7 +429,7 @@ class Model:
                 parent.drops,
                 self.step,
                 is_fork=True,
-                first_rolling=parent.committed,
+                prompt_length=parent.committed,
                 is_continued=parent.is_continued,
             )
 

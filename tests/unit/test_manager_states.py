@@ -348,20 +348,22 @@ def test_rolling_saves_of_several_steps_in_flight():
     for _ in range(4):
         engine.plan({got.row: 4})
     engine.plan()
-    assert engine.counts() == (3, 0, 5)  # at 4, 8, 12, 16 and 20
+    assert engine.counts() == (4, 0, 4)  # at 8, 12, 16 and 20
     engine.manager.commit(got.row, tokens(9, 4))  # 13 are known
-    assert engine.counts() == (5, 0, 3)  # 4 and 8 are behind 12
+    assert engine.counts() == (5, 0, 3)  # 8 is behind 12
     engine.release(got.row)
     assert engine.counts() == (7, 1, 0)
     assert engine.kept() == [12]
 
 
-def test_a_prompt_that_ends_on_a_boundary_rolls_from_there():
-    engine = Engine()
+def test_the_end_of_a_prompt_is_not_saved_where_a_repeat_could_not_resume():
+    """A save at 8 would supersede the one at 4, and a repeat of these 8 tokens has one left to compute."""
+    engine = Engine(checkpoints=1)
     engine.serve(tokens(8))
-    assert engine.kept() == [4, 8]
-    assert engine.manager.hit(tokens(9)) == 8
-    assert engine.manager.hit(tokens(8)) == 4
+    assert engine.kept() == [4]
+    assert engine.serve(tokens(8)).hit == 4
+    engine.serve(tokens(8), tokens(4, 8))
+    assert engine.kept() == [12]
 
 
 # ── shortage ────────────────────────────────────────────────────────────────────────────────────────
