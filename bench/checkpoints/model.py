@@ -119,7 +119,7 @@ class Model:
 
     def _plan(self, row: _Row, length: int) -> None:
         pages, offset = divmod(length, self.paths.page_tokens)
-        is_rolling = length >= row.path.prompt_tokens
+        is_rolling = length > row.path.prompt_tokens
         if offset or not (is_rolling or pages in row.kinds):
             return
         kind = row.tail if is_rolling else row.kinds[pages]

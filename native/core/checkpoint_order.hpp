@@ -135,7 +135,7 @@ class CheckpointOrder {
   // Recomputes the key of a listed checkpoint. One that was not used for long goes next.
   void update(int32_t id, int64_t gap) {
     const bool is_first = first_.contains(id);
-    if (saves_ - entries_[id].used > kLifetime * num_ids_) {
+    if (uint64_t{saves_ - entries_[id].used} > kLifetime * static_cast<uint64_t>(num_ids_)) {
       const int64_t order = (is_first ? first_ : second_).key(id).order;
       remove(id);
       second_.add(id, {-1, order});
@@ -156,7 +156,7 @@ class CheckpointOrder {
   void list(int32_t id, int64_t gap, bool is_second);
 
   // Saves of tails and branch points, times the number of checkpoints, that an unused checkpoint survives.
-  static constexpr int64_t kLifetime = 8;
+  static constexpr uint64_t kLifetime = 8;
   static constexpr int kMostUpdates = 64;
 
   int32_t num_ids_;

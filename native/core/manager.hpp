@@ -244,7 +244,7 @@ class Manager {
     // With states:
     std::vector<Cut> cuts;  // still to come, the next one last
     std::vector<Save> saves;
-    int64_t first_rolling = 0;  // from this length on it decodes: the last whole page is saved again and again
+    int64_t prompt_length = 0;  // beyond it, it decodes: every whole page is saved, over the one before
     bool is_continued = false;  // it goes on where another path ended
   };
   // What a call needs of one group: pages to allocate, and evictable pages that it locks.

@@ -47,7 +47,7 @@ std::vector<Manager::Cut> Manager::plan_cuts(const Prompt& prompt, const Match& 
 
 void Manager::set_next_save(int64_t number, int64_t above) {
   const Request& request = this->request(number);
-  int64_t next = math_.first_slot(math_.pages_for(std::max(request.first_rolling, above + 1)));
+  int64_t next = math_.first_slot(math_.pages_for(std::max(request.prompt_length, above) + 1));
   if (!request.cuts.empty()) next = request.cuts.back().length;
   row(number).next_save = row(number).is_stored && states_.num_checkpoints > 0
                               ? static_cast<int32_t>(std::min<int64_t>(next, kNever))
@@ -57,7 +57,7 @@ void Manager::set_next_save(int64_t number, int64_t above) {
 void Manager::start_state(int64_t number, const Prompt& prompt, const Match& match, std::vector<Cut>&& cuts) {
   Request& request = this->request(number);
   request.cuts.swap(cuts);
-  request.first_rolling = prompt.sequence.tokens.size;
+  request.prompt_length = prompt.sequence.tokens.size;
   request.is_continued = match.found > 0 && !match.goes_on;
   if (match.length == 0) {
     resets_.push_back(static_cast<int32_t>(number));
@@ -73,7 +73,7 @@ void Manager::start_state(int64_t number, const Prompt& prompt, const Match& mat
 
 void Manager::start_fork_state(int64_t parent, int64_t child) {
   Request& request = this->request(child);
-  request.first_rolling = row(parent).committed;
+  request.prompt_length = row(parent).committed;
   request.is_continued = this->request(parent).is_continued;
   const int32_t copied = state_source_of_[static_cast<size_t>(parent)];
   const int32_t source = copied != 0 ? copied : static_cast<int32_t>(parent);
@@ -132,7 +132,7 @@ void Manager::plan_save(int64_t number) {
     is_due = true;
     if (!is_tail(cuts.back().kind)) save.kind = cuts.back().kind;
   }
-  if (!is_due && length >= request.first_rolling && math_.offset(length) == 0) save.is_rolling = is_due = true;
+  if (!is_due && length > request.prompt_length && math_.offset(length) == 0) save.is_rolling = is_due = true;
   set_next_save(number, length);
   if (!is_due) return;
   const auto is_rolling = [](const Save& each) { return each.is_rolling; };

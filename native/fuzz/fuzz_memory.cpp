@@ -4,12 +4,14 @@
 //
 // Each call is made with memory for no allocation, for one, for two, until it is enough. As long as it is not, the call
 // has to throw and change nothing; only what is cached may have become less, where a call evicts. A commit does its
-// rows one after the other, each wholly or not at all. Prints "ok" and ends with 0, or says which call did not and ends
-// with 1.
+// rows one after the other, each wholly or not at all. States and checkpoints, as the tokens they have seen, follow the
+// deltas: a row computes from the state of its own tokens, and the tree's checkpoints are those of their prefixes.
+// Prints "ok" and ends with 0, or says which call did not and ends with 1.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <new>
 #include <random>
 #include <string>
@@ -49,6 +51,15 @@ void require(bool holds, const char* call, const char* what) {
 struct Request {
   int32_t row;
   Tokens prompt;
+  int32_t space;  // what else its contents depend on, as a number
+  Tokens cuts;
+
+  // The state after n tokens.
+  Tokens state(int64_t n) const {
+    Tokens all(prompt.begin(), prompt.begin() + n);
+    if (n > 0) all.push_back(-space);
+    return all;
+  }
 };
 
 class Fuzz {
@@ -58,7 +69,7 @@ class Fuzz {
   }
 
   void step() {
-    switch (below(12)) {
+    switch (below(13)) {
       case 0:
       case 1:
         return admit();
@@ -66,6 +77,8 @@ class Fuzz {
         return admit_again();
       case 11:
         return move_pages();
+      case 12:
+        return serve();
       case 2:
       case 3:
         return grow();
@@ -86,6 +99,7 @@ class Fuzz {
   int64_t num_failures() const { return num_failures_; }
   int64_t num_evicted() const { return manager_.stats().evicted; }
   int64_t num_duplicates() const { return num_duplicates_; }
+  int64_t num_resumed() const { return manager_.checkpoints().resumed; }
 
  private:
   static constexpr int64_t kRows = 7, kTokens = 60;
@@ -147,10 +161,13 @@ class Fuzz {
     return all;
   }
 
+  // Sometimes there is enough at once: without memory, calls that succeed leave checkpoints out.
+  int64_t first_memory() { return below(2) == 0 ? 0 : 1 << 20; }
+
   // Whether the call did it, once there was memory for it.
   template <typename Call>
-  bool call(const char* name, bool may_evict, Call make) {
-    for (int64_t memory = 0;; ++memory) {
+  bool call(const char* name, bool may_evict, Call make, int64_t memory = 0) {
+    for (;; ++memory) {
       const std::vector<int64_t> before = seen(!may_evict);
       try {
         g_left = memory;
@@ -174,12 +191,27 @@ class Fuzz {
 
   void admit() {
     Tokens prompt;
-    if (!running_.empty() && below(2) == 0) prompt = running_[static_cast<size_t>(below(num_running()))].prompt;
+    if (!running_.empty() && below(2) == 0) {
+      prompt = running_[static_cast<size_t>(below(num_running()))].prompt;
+    } else if (below(4) > 0) {  // as one that ended, or a part of it
+      prompt = past_;
+      prompt.resize(static_cast<size_t>(up_to(static_cast<int64_t>(past_.size()))));
+    }
     for (int64_t n = 1 + below(14); n > 0; --n) prompt.push_back(static_cast<int32_t>(below(2)));
     prompt.resize(std::min<size_t>(prompt.size(), kTokens - 8));
     const std::string space = below(4) == 0 ? "a name that is too long to be kept in place" : "";
     const std::vector<KeyRange> ranges{{0, 3, "another name that is too long to be kept in place"}};
     admit(prompt, space, below(5) == 0 ? &ranges : nullptr, below(6) > 0, below(6) > 0);
+  }
+
+  // From prompt to answer, so that the next one may resume from it.
+  void serve() {
+    admit();
+    for (int64_t n = 3 + below(3); n > 0; --n) {
+      end_step();
+      commit();
+    }
+    release();
   }
 
   // What another row is computing too: both keep pages of their own, and what is stored first is the tree's.
@@ -203,7 +235,8 @@ class Fuzz {
     if (!is_done) return;
     const int64_t most = wanted.max_hit < 0 ? n - 1 : std::min(n - 1, wanted.max_hit);
     require(got.hit <= (read ? most : 0), "admit", "hit more than it was to");
-    running_.push_back({static_cast<int32_t>(got.row), prompt});
+    running_.push_back({static_cast<int32_t>(got.row), prompt, (space.empty() ? 1 : 2) + (ranges == nullptr ? 0 : 2),
+                        Tokens(got.cuts.begin(), got.cuts.end())});
   }
 
   void grow() {
@@ -220,9 +253,6 @@ class Fuzz {
     for (Request& request : running_) {
       const Manager::Lengths lengths = manager_.lengths(request.row);
       const int64_t n = up_to(lengths.computed - lengths.committed), end = lengths.committed + n;
-      while (static_cast<int64_t>(request.prompt.size()) < end) {
-        request.prompt.push_back(static_cast<int32_t>(below(2)));
-      }
       rows.push_back(request.row);
       counts.push_back(static_cast<int32_t>(n));
       ends.push_back(static_cast<int32_t>(end));
@@ -232,7 +262,7 @@ class Fuzz {
       return Ids{all.data() + from, static_cast<int64_t>(all.size() - from)};
     };
     size_t done = 0, said = 0;
-    for (int64_t memory = 0; done < rows.size(); ++memory) {
+    for (int64_t memory = first_memory(); done < rows.size(); ++memory) {
       const std::vector<int64_t> before = seen(true);
       try {
         g_left = memory;
@@ -305,7 +335,8 @@ class Fuzz {
       g_left = -1;
     }
     const Tokens prompt = parent.prompt;
-    for (int64_t i = 0; is_done && i < n; ++i) running_.push_back({rows[i], prompt});
+    const int32_t space = parent.space;
+    for (int64_t i = 0; is_done && i < n; ++i) running_.push_back({rows[i], prompt, space, {}});
   }
 
   void release() {
@@ -314,11 +345,13 @@ class Fuzz {
     for (const Request& request : running_) {
       if (below(3) == 0) {
         rows.push_back(request.row);
+        past_ = request.prompt;
       } else {
         rest.push_back(request);
       }
     }
-    call("release", false, [&] { manager_.release({rows.data(), static_cast<int64_t>(rows.size())}); });
+    const Ids view{rows.data(), static_cast<int64_t>(rows.size())};
+    call("release", false, [&] { manager_.release(view); }, first_memory());
     running_.swap(rest);
   }
 
@@ -339,21 +372,30 @@ class Fuzz {
   void end_step() {
     if (below(6) == 0) roll_back();
     Tokens rows, counts;
-    for (const Request& request : running_) {
+    for (Request& request : running_) {
       const Manager::Lengths lengths = manager_.lengths(request.row);
       if (below(5) == 0) continue;
       rows.push_back(request.row);
-      counts.push_back(static_cast<int32_t>(up_to(lengths.reserved - lengths.computed)));
+      int64_t count = up_to(lengths.reserved - lengths.computed);
+      const auto cut = std::upper_bound(request.cuts.begin(), request.cuts.end(), lengths.computed);
+      if (cut != request.cuts.end() && below(4) > 0) count = std::min(count, *cut - lengths.computed);
+      counts.push_back(static_cast<int32_t>(count));
+      while (static_cast<int64_t>(request.prompt.size()) < lengths.computed + count) {
+        request.prompt.push_back(static_cast<int32_t>(below(2)));
+      }
     }
     const int64_t n = static_cast<int64_t>(rows.size()), step = manager_.step();
     const Ids view{rows.data(), n};
     const PerRow each{{counts.data(), n}, 0, true};
     std::vector<int32_t> packed;
-    call("plan", false, [&] {
-      const DeltaLayout layout = manager_.lay_out(view, each);
-      packed.assign(static_cast<size_t>(layout.size()), -1);
-      manager_.plan(view, each, layout, packed.data());
-    });
+    call(
+        "plan", false,
+        [&] {
+          const DeltaLayout layout = manager_.lay_out(view, each);
+          packed.assign(static_cast<size_t>(layout.size()), -1);
+          manager_.plan(view, each, layout, packed.data());
+        },
+        first_memory());
     const DeltaView delta({packed.data(), static_cast<int64_t>(packed.size())});
     const Ids lengths = delta.section(Section::kLengths), starts = delta.section(Section::kStarts);
     require(delta.step() == step && manager_.step() == step + 1, "plan", "is of another step");
@@ -365,10 +407,75 @@ class Fuzz {
                   starts[i + 1] - starts[i] == counts[static_cast<size_t>(i)],
               "plan", "says something else");
     }
+    if (manager_.has_states()) move_states(delta);
     if (below(40) == 0) return start_again();
     const int64_t fence = manager_.step() - 1 - below(3);
     if (fence > 0) call("pass_fence", false, [&] { manager_.pass_fence(fence); });
   }
+
+  // Does what a delta says about states, and what its step computes.
+  void move_states(const DeltaView& delta) {
+    const auto part = [&](Section kind) { return delta.section(kind); };
+    std::vector<bool> is_written(static_cast<size_t>(manager_.num_checkpoints() + 1)), is_begun(kRows + 1);
+    const auto begin = [&](int32_t row) {
+      require(!is_begun[static_cast<size_t>(row)], "plan", "writes a state twice");
+      is_begun[static_cast<size_t>(row)] = true;
+    };
+    for (int64_t i = 0; i < part(Section::kSaveRows).size; ++i) {
+      const Tokens& state = states_[part(Section::kSaveRows)[i]];
+      const int32_t id = part(Section::kSaveIds)[i], length = part(Section::kSaveLengths)[i];
+      require(static_cast<int64_t>(state.size()) == length + 1, "plan", "saves a state that has moved on");
+      require(!is_written[static_cast<size_t>(id)], "plan", "saves twice to one checkpoint");
+      is_written[static_cast<size_t>(id)] = true;
+      checkpoints_[id] = state;
+    }
+    for (int64_t i = 0; i < part(Section::kRestoreRows).size; ++i) {
+      const Tokens& state = checkpoints_[part(Section::kRestoreIds)[i]];
+      const int32_t row = part(Section::kRestoreRows)[i], length = part(Section::kRestoreLengths)[i];
+      require(static_cast<int64_t>(state.size()) == length + 1, "plan", "restores a state of another length");
+      begin(row);
+      states_[row] = state;
+    }
+    for (const int32_t row : Tokens(part(Section::kResetRows).data, end_of(part(Section::kResetRows)))) {
+      begin(row);
+      states_[row].clear();
+    }
+    const Ids sources = part(Section::kStateSources), targets = part(Section::kStateTargets);
+    for (int64_t i = 0; i < targets.size; ++i) begin(targets[i]);
+    for (int64_t i = 0; i < targets.size; ++i) {
+      require(std::find(targets.data, end_of(targets), sources[i]) == end_of(targets), "plan", "copies a copy");
+      states_[targets[i]] = states_[sources[i]];
+    }
+    const Ids rows = part(Section::kRows), lengths = part(Section::kLengths), counts = part(Section::kCounts);
+    for (int64_t i = 0; i < rows.size; ++i) {
+      const auto request =
+          std::find_if(running_.begin(), running_.end(), [&](const Request& each) { return each.row == rows[i]; });
+      require(states_[rows[i]] == request->state(lengths[i] - counts[i]), "plan", "computes from another state");
+      states_[rows[i]] = request->state(lengths[i]);
+    }
+    check_checkpoints();
+  }
+
+  // The tree's checkpoints, all of which deltas have saved by now, are those of their prefixes.
+  void check_checkpoints() const {
+    std::map<int64_t, Tokens> paths;  // by the number of the node; extra keys make tokens negative
+    for (const NodeInfo& node : manager_.tree().nodes(1 << 20, 1 << 20, nullptr)) {
+      Tokens& path = paths[node.number];
+      if (node.level > 0) path = paths[node.parent];
+      path.insert(path.end(), node.tokens.begin(), node.tokens.end());
+      for (const Checkpoint& each : node.checkpoints) {
+        const Tokens& state = checkpoints_.at(each.state_id);
+        bool is_right = static_cast<int64_t>(state.size()) == each.length + 1;
+        for (int64_t i = 0; is_right && i < each.length; ++i) {
+          const int32_t token = path[static_cast<size_t>(i)];
+          is_right = token < 0 || token == state[static_cast<size_t>(i)];
+        }
+        require(is_right, "plan", "left a checkpoint of other tokens in the tree");
+      }
+    }
+  }
+
+  static const int32_t* end_of(Ids ids) { return ids.data + ids.size; }
 
   void start_again() {
     bool is_refused = false;
@@ -392,6 +499,8 @@ class Fuzz {
   std::mt19937_64 random_;
   Manager manager_;
   std::vector<Request> running_;
+  Tokens past_;                                         // the prompt of a row that has ended
+  std::map<int32_t, Tokens> states_, checkpoints_;      // by row and by id
   std::vector<std::pair<int64_t, int32_t>> given_out_;  // group and page, of no row
   int64_t num_failures_ = 0, num_duplicates_ = 0;
 };
@@ -402,7 +511,7 @@ int main(int argc, char** argv) {
   if (argc != 3) return 2;
   const uint64_t seed = std::strtoull(argv[1], nullptr, 10);
   const int64_t steps = std::atoll(argv[2]);
-  int64_t num_failures = 0, num_evicted = 0, num_duplicates = 0;
+  int64_t num_failures = 0, num_evicted = 0, num_duplicates = 0, num_resumed = 0;
   try {
     // Managers of many kinds, each for a while.
     for (uint64_t kind = 0; g_step < steps; ++kind) {
@@ -411,12 +520,14 @@ int main(int argc, char** argv) {
       num_failures += fuzz.num_failures();
       num_evicted += fuzz.num_evicted();
       num_duplicates += fuzz.num_duplicates();
+      num_resumed += fuzz.num_resumed();
     }
   } catch (const BrokenInvariant& e) {
     std::printf("step %lld: invariant %d: %s\n", static_cast<long long>(g_step), e.number, e.message.c_str());
     return 1;
   }
-  std::printf("ok: %lld steps, memory ran out %lld times, %lld pages were evicted, up to %lld were duplicates\n",
-              static_cast<long long>(steps), static_cast<long long>(num_failures), static_cast<long long>(num_evicted),
-              static_cast<long long>(num_duplicates));
+  std::printf(
+      "ok: %lld steps, memory ran out %lld times, %lld pages were evicted, up to %lld were duplicates, %lld resumed\n",
+      static_cast<long long>(steps), static_cast<long long>(num_failures), static_cast<long long>(num_evicted),
+      static_cast<long long>(num_duplicates), static_cast<long long>(num_resumed));
 }

@@ -3,15 +3,13 @@
 `Contents` names what a token's keys and values are: a number for each (namespace, extra keys, tokens so far).
 `Model` has rows, leases and cached pages as lists and dicts. Where no group has a window it knows every hit,
 every eviction and every count exactly; where one has, it knows what a hit may and must at least be.
-`Device` is the other side: tables and pages as a rank has them, moved by deltas alone.
+With states a hit also needs a checkpoint, and the model knows which ones there are (`Checkpoints`).
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from pagoda.pools import Pools
+from property.checkpoint_model import Checkpoints, Save
 
 Ranges = list[tuple[int, int, bytes]]
 
@@ -41,6 +39,7 @@ class GroupModel:
     page_tokens: int
     window: int | None
     total: int
+    ratio: int = 1  # tokens per entry
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
@@ -69,6 +68,10 @@ class RowModel:
     is_fork: bool = False
     duplicates: set[int] = field(default_factory=set)  # pages of its path of which it has its own copy
     is_bad: bool = False  # depends on pages that were invalidated
+    cuts: dict[int, str] = field(default_factory=dict)  # where to save its prefill: the kind of checkpoint
+    saves: list[Save] = field(default_factory=list)
+    prompt_length: int = 0  # beyond it, it decodes
+    is_continued: bool = False  # it goes on where another path ended
 
     @property
     def computed(self) -> int:
@@ -78,6 +81,7 @@ class RowModel:
 @dataclass
 class CachedPage:
     depth: int
+    parent: int  # the page before it; 0 if there is none
     num_leases: int = 0
     used: int = 0
 
@@ -110,10 +114,20 @@ class Model:
     hit_tokens: int = 0
     evicted_pages: int = 0
     is_blurred: bool = False  # something was dropped or invalidated: what is left of it is not modelled
+    checkpoints: Checkpoints | None = None  # with states
+    to_save: list[tuple[int, Save]] = field(default_factory=list)  # rows and saves of the next delta
 
     @property
     def is_exact(self) -> bool:
-        return not self.is_blurred and all(group.window is None for group in self.groups)
+        """Without groups, the tree forgets tokens that no checkpoint needs."""
+        is_plain = len(self.groups) > 0 and all(group.window is None for group in self.groups)
+        return is_plain and not self.is_blurred
+
+    def add_checkpoints(self, total: int, interval: int) -> None:
+        step = self.resume_step
+        self.checkpoints = Checkpoints(
+            total, max(step, interval - interval % step), lambda key: self.cached[key].parent
+        )
 
     def values(self, row: RowModel, end: int) -> list[int]:
         """The contents of a row's first tokens."""
@@ -161,7 +175,10 @@ class Model:
     def evict_one(self) -> None:
         """The page used longest ago, of one use the deepest."""
         loose = [(page.used, -page.depth, key) for key, page in self.cached.items() if page.num_leases == 0]
-        del self.cached[min(loose)[2]]
+        key = min(loose)[2]
+        del self.cached[key]
+        if self.checkpoints is not None:
+            self.checkpoints.lose(key)
         self.evicted_pages += sum(self.columns(g) for g in range(len(self.groups)))
 
     # Requests
@@ -170,13 +187,45 @@ class Model:
         """The contents of the last token of each whole page."""
         return self.contents.of(space, ranges, tokens)[self.resume_step - 1 :: self.resume_step]
 
-    def hit_path(self, space: bytes, ranges: Ranges, tokens: list[int], most: int) -> list[int]:
+    def found_path(self, space: bytes, ranges: Ranges, tokens: list[int], most: int) -> list[int]:
         path = []
         for key in self.page_keys(space, ranges, tokens[:most]):
             if key not in self.cached:
                 break
             path.append(key)
         return path
+
+    def hit_path(self, space: bytes, ranges: Ranges, tokens: list[int], most: int) -> list[int]:
+        path = self.found_path(space, ranges, tokens, most)
+        while self.checkpoints is not None and path and path[-1] not in self.checkpoints.kept:
+            path.pop()
+        return path
+
+    def cuts(self, length: int, hit: int, branch: int | None) -> dict[int, str]:
+        """Where a prompt that is stored should be saved: lengths and kinds, ascending. `branch`: where it
+        parts from others."""
+        if self.checkpoints is None or self.checkpoints.total == 0:
+            return {}
+        last, step = (length - 1) // self.resume_step * self.resume_step, self.checkpoints.interval
+        cuts = dict.fromkeys(range(step, last, step), "interval")
+        if branch is not None:
+            cuts[branch] = "branch"
+        cuts[last] = "tail"
+        return {at: cuts[at] for at in sorted(cuts) if at > hit}
+
+    def start_state(self, row: RowModel, hit: int, found: list[int], goes_on: bool, most: int) -> None:
+        """What a row that is admitted finds: pages as `found`, with others behind them if the path goes on,
+        and a checkpoint at `hit`."""
+        if self.checkpoints is None:
+            return
+        end = len(found) * self.resume_step
+        parts = goes_on and len(found) < most // self.resume_step
+        row.is_continued = end > 0 and not goes_on
+        if row.is_stored:
+            row.cuts = self.cuts(len(row.prompt), hit, end if parts else None)
+        if hit:
+            is_near, is_close = end - hit <= 1024, (end - hit) // self.resume_step <= 64
+            self.checkpoints.resume(found[hit // self.resume_step - 1], is_near, parts and is_close)
 
     def admission(self, path: list[int], target: int) -> tuple[list[int], int]:
         """Pages that an admission needs, and cached ones that its hit would lock."""
@@ -202,9 +251,12 @@ class Model:
         hit: int,
         reserved: int,
         is_stored: bool,
+        most: int,
     ) -> RowModel:
         """`hit` is what the manager said: with windows the model takes its word."""
         assert number not in self.rows
+        found = self.found_path(space, ranges, tokens, most) if self.is_exact else []
+        goes_on = any(page.parent == (found[-1] if found else 0) for page in self.cached.values())
         path = self.page_keys(space, ranges, tokens)[: hit // self.resume_step]
         if self.is_exact:
             needed, _ = self.admission(path, reserved)
@@ -224,8 +276,11 @@ class Model:
             self.contents.drops.get(space, 0),
             self.step,
             is_stored,
+            prompt_length=len(tokens),
         )
         self.rows[number] = row
+        if self.is_exact:
+            self.start_state(row, hit, found, goes_on, most)
         self.admitted += 1
         self.admitted_tokens += len(tokens)
         self.hit_tokens += hit
@@ -277,10 +332,50 @@ class Model:
             if self.is_exact:
                 if key in self.cached:
                     row.duplicates.add(depth)
-                self.cached.setdefault(key, CachedPage(depth)).num_leases += 1
+                parent = keys[depth - 1] if depth else 0
+                self.cached.setdefault(key, CachedPage(depth, parent)).num_leases += 1
             row.path.append(key)
         self.exchange(row)
+        if self.is_exact and self.checkpoints is not None:
+            self.keep_saves(row)
         return tokens
+
+    def plan_save(self, number: int) -> None:
+        """The step that was planned last ends here: it may be saved in the next."""
+        row = self.rows[number]
+        kind = row.cuts.get(row.computed)
+        row.cuts = {length: it for length, it in row.cuts.items() if length > row.computed}
+        is_rolling = kind is None and row.computed > row.prompt_length
+        if not row.is_stored or row.computed % self.resume_step or (kind is None and not is_rolling):
+            return
+        if kind not in ("branch", "interval"):
+            kind = "continued" if row.is_continued else "fresh"
+        assert self.checkpoints is not None
+        save = Save(row.computed, kind, is_rolling)
+        if is_rolling and not any(it.is_rolling for it in row.saves):  # it will supersede the prompt's tail
+            self.checkpoints.supersede(
+                next((key for key in row.path[::-1] if key in self.checkpoints.kept), 0)
+            )
+        if self.checkpoints.take(save, row.saves):
+            self.to_save.append((number, save))
+
+    def last_rolling(self, row: RowModel) -> Save | None:
+        """The last rolling save whose tokens are committed."""
+        those = [save for save in row.saves if save.is_rolling and save.length <= row.committed]
+        return max(those, key=lambda save: save.length, default=None)
+
+    def keep_saves(self, row: RowModel) -> None:
+        """What is committed goes into the tree; of rolling ones the last stays with the row."""
+        assert self.checkpoints is not None
+        last = self.last_rolling(row)
+        for save in list(row.saves):
+            if save.length > row.committed or save is last:
+                continue
+            row.saves.remove(save)
+            if save.is_rolling:
+                self.checkpoints.num_held -= 1
+            else:
+                self.checkpoints.keep(row.path[save.length // self.resume_step - 1], save)
 
     def exchange(self, row: RowModel) -> None:
         """What no other row leases becomes one page again: the tree takes the row's, and frees its own."""
@@ -299,6 +394,11 @@ class Model:
         """It is no part of the step being planned. Only that step's delta can still name it."""
         row = self.rows.pop(number)
         own = [self.own(row, g) for g in range(len(self.groups))]
+        if self.is_exact and self.checkpoints is not None:
+            kept = self.last_rolling(row)
+            self.checkpoints.num_held -= sum(save is not kept for save in row.saves)
+            if kept is not None:
+                self.checkpoints.keep(row.path[kept.length // self.resume_step - 1], kept)
         last = self.step if row.named == self.step else self.step - 1
         self.waiting.append(Waiting(last, row.path, own))
         self.pass_fence(self.passed)
@@ -329,6 +429,8 @@ class Model:
                 parent.drops,
                 self.step,
                 is_fork=True,
+                prompt_length=parent.committed,
+                is_continued=parent.is_continued,
             )
 
     def fork_needs(self, number: int, n: int) -> list[int]:
@@ -368,71 +470,28 @@ class Model:
             theirs = self.contents.of(row.space, row.ranges, row.prompt[: row.reserved])
             same = sum(a == b for a, b in zip(mine, theirs, strict=False))
             same -= same % self.resume_step
+            if self.checkpoints is not None:
+                planned = [*row.cuts, *(save.length for save in row.saves if not save.is_rolling)]
+                same = max((at for at in planned if row.committed < at <= same), default=0)
             if same > length:
                 best, length = {number}, same
             elif same == length > hit:
                 best.add(number)
         return best, length
 
-    def sure_hit(self, space: bytes, ranges: Ranges, tokens: list[int], most: int) -> int:
+    def sure_hit(
+        self, space: bytes, ranges: Ranges, tokens: list[int], most: int, saved: set[int] | None
+    ) -> int:
         """A hit that must be there at least: what a running row has stored. It reads the window behind its
-        last page; where another row stored a page first and left it, its own takes that page's place."""
+        last page; where another row stored a page first and left it, its own takes that page's place.
+        `saved`: contents of checkpoints that are in the tree; None if a hit needs none."""
         mine, best = self.contents.of(space, ranges, tokens[:most]), 0
         for row in self.rows.values():
             length = len(row.path) * self.resume_step
             if not row.is_stored or row.is_bad or not best < length <= len(mine):
                 continue
-            best = length if mine[length - 1] == row.path[-1] else best
+            if saved is None or row.path[-1] in saved:
+                best = length if mine[length - 1] == row.path[-1] else best
+        if saved is not None and not self.groups:
+            best = max([best, *(i + 1 for i, key in enumerate(mine) if key in saved)])
         return best
-
-
-class Device:
-    """Tables and pages of one rank: the tensors of real pools, looked into. A page keeps what was written
-    last, whoever has it. Of each token's keys the first number is its content, small enough to be exact in
-    float32."""
-
-    def __init__(self, groups: list[GroupModel], shapes: dict[str, tuple[int, int]], pools: Pools) -> None:
-        self.groups, self.pools = groups, pools
-        self.shapes = [shapes[group.name] for group in groups]
-        sizes = [rows * pages for rows, pages in self.shapes]
-        self.offsets = np.cumsum([0, *sizes]).tolist()
-        self.flat = pools.flat_table.numpy()
-        assert self.flat.shape == (self.offsets[-1],)
-        self.memory = [
-            pools[g.name].k_buffer[0].numpy()[:, 0, 0].reshape(g.total + 1, g.page_tokens) for g in groups
-        ]
-        assert all(
-            np.shares_memory(m, pools[g.name].k_buffer[0].numpy())
-            for m, g in zip(self.memory, groups, strict=True)
-        )
-        self.in_flight: dict[int, list[set[int]]] = {}  # a step: pages of each group that it reads or writes
-
-    def table(self, g: int) -> np.ndarray:
-        return self.flat[self.offsets[g] : self.offsets[g + 1]].reshape(self.shapes[g])
-
-    def place(self, index: int) -> tuple[int, int, int]:
-        """Group, row and page of a place in the flat table."""
-        g = next(g for g in range(len(self.groups)) if index < self.offsets[g + 1])
-        row, page = divmod(index - self.offsets[g], self.shapes[g][1])
-        return g, row, page
-
-    def write(self, row: int, begin: int, values: list[int]) -> None:
-        for g, group in enumerate(self.groups):
-            at = np.arange(begin, begin + len(values))
-            pages = self.table(g)[row, at // group.page_tokens]
-            assert (pages > 0).all(), "tokens are computed that have no place"
-            self.memory[g][pages, at % group.page_tokens] = values
-
-    def read(self, g: int, row: int, begin: int, end: int) -> list[int]:
-        at = np.arange(begin, end)
-        size = self.groups[g].page_tokens
-        found: list[int] = self.memory[g][self.table(g)[row, at // size], at % size].tolist()
-        return found
-
-    def pages(self, g: int, row: int, begin: int, end: int) -> set[int]:
-        """Pages that hold tokens begin … end - 1 of a row."""
-        if begin >= end:
-            return set()
-        size = self.groups[g].page_tokens
-        ids = self.table(g)[row, begin // size : -(-end // size)].tolist()
-        return set(ids)

@@ -9,23 +9,41 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagoda import FullAttention, LatentAttention, Layout, WindowAttention
+from pagoda import (
+    CompressedAttention,
+    FullAttention,
+    GatedDelta,
+    LatentAttention,
+    Layout,
+    RingWindow,
+    WindowAttention,
+)
 from pagoda.errors import ArgumentError, CapacityError, NotHeldError, OutOfRangeError, PagodaError
-from pagoda.layout import latent
+from pagoda.layout import latent, plain
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Pools
 from profiles import examples
-from property.manager_model import Device, GroupModel, Model, Ranges, RowModel
+from property.manager_device import Device
+from property.manager_model import GroupModel, Model, Ranges, RowModel
 
 RUNS = settings(max_examples=examples(60), stateful_step_count=50)
 
 FULL = FullAttention(kv_heads=1, k_dim=8, v_dim=8, dtype="float32")
 LATENT = LatentAttention(entry=latent(16, 8, "float32"))
+STATE = GatedDelta(key_heads=1, value_heads=1, key_dim=2, value_dim=2, kernel=2, dtype="float32")
 
 
 def window(tokens: int) -> WindowAttention:
     return WindowAttention(kv_heads=1, k_dim=8, v_dim=8, window=tokens, dtype="float32")
 
+
+def compressed(ratio: int, overlap: bool) -> CompressedAttention:
+    entry = plain("compressed", 1, 1, "float32")
+    return CompressedAttention(entry=entry, window=4, head_dim=1, ratio=ratio, overlap=overlap)
+
+
+CSA, HCA = compressed(2, True), compressed(4, False)
+RING = RingWindow(entry=plain("window", 1, 1, "float32"), window=5)
 
 PLAIN = [
     Layout([FULL], 1),
@@ -44,6 +62,22 @@ WINDOWS = [
     Layout([FULL, window(4), window(13)], {"full": 4, "window": 4, "window-2": 2}),
     Layout([FULL, *map(window, (3, 5, 6, 9, 13))], 4),
 ]
+STATES = [
+    Layout([FULL, STATE], 1),
+    Layout([FULL, STATE], 4),
+    Layout([STATE, LATENT, FULL], {"full": 2, "latent": 6}),
+    Layout([FULL, RING, STATE], 4),
+    Layout([CSA, HCA], {"csa": 4, "hca": 8}),
+    Layout([FULL, STATE, CSA, HCA], {"full": 2, "csa": 4, "hca": 4}),
+]
+STATES_AND_WINDOWS = [
+    Layout([STATE], 4),
+    Layout([FULL, window(6), STATE], 4),
+    Layout([window(5), STATE], 2),
+    Layout([window(5), FULL, STATE], {"full": 8, "window": 4}),
+    Layout([STATE, window(3), window(10)], {"window": 2, "window-2": 4}),
+    Layout([FULL, window(9), STATE, CSA, HCA], {"full": 4, "window": 8, "csa": 4, "hca": 8}),
+]
 MOST_PAGES = 5  # of the tree, in a prompt
 
 namespaces = st.sampled_from([b"", b"", b"", b"a"])
@@ -56,26 +90,38 @@ class ManagerMachine(RuleBasedStateMachine):
 
     layouts: Any = None
 
-    @initialize(data=st.data(), k=st.integers(0, 2), watermark=st.sampled_from([0, 0, 1, 3]))
+    @initialize(data=st.data(), k=st.integers(0, 3), watermark=st.sampled_from([0, 0, 1, 3]))
     def build(self, data: st.DataObject, k: int, watermark: int) -> None:
         layout = data.draw(st.sampled_from(self.layouts))
-        step = int(np.lcm.reduce([group.page_tokens for group in layout.groups]))
+        step = layout.resume_step
         self.k, num_rows = k, data.draw(st.integers(2, 6))
         max_tokens = (MOST_PAGES + 3) * step + data.draw(st.integers(0, step - 1))
         few = data.draw(st.integers(6, 24))  # in steps
         capacity = {
             group.name: few * step // group.page_tokens + data.draw(st.integers(0, 3))
-            for group in layout.groups
+            for group in layout.paged_groups
         }
+        groups = [
+            GroupModel(g.name, g.page_tokens, g.window, capacity[g.name], g.storage.ratio)
+            for g in layout.paged_groups
+        ]
+        self.model = Model(groups, num_rows, max_tokens, watermark, step)
+        interval = 1024
+        if layout.state_group is not None:
+            capacity["checkpoint"] = data.draw(st.sampled_from([0, 1, 2, 3, 6, 20]))
+            interval = data.draw(st.sampled_from([1, 2 * step, 2 * step + 1, 3 * step, 1024]))
+            self.model.add_checkpoints(capacity["checkpoint"], interval)
         self.manager = Manager(
-            layout, capacity, num_rows=num_rows, max_tokens=max_tokens, watermark=watermark
+            layout,
+            capacity,
+            num_rows=num_rows,
+            max_tokens=max_tokens,
+            watermark=watermark,
+            checkpoint_interval=interval,
         )
         assert self.manager.resume_step == step
-        groups = [GroupModel(g.name, g.page_tokens, g.window, capacity[g.name]) for g in layout.paged_groups]
-        self.model = Model(groups, num_rows, max_tokens, watermark, step)
         pools = Pools(layout, capacity, num_rows=num_rows, max_tokens=max_tokens, device="cpu")
-        shapes = {name: tuple(table.shape) for name, table in pools.tables.items()}
-        self.device = Device(groups, shapes, pools)
+        self.device = Device(layout, groups, pools)
         self.size = step
         self.past: list[tuple[list[int], Ranges]] = [([], [])]
         self.copied: dict[
@@ -89,6 +135,11 @@ class ManagerMachine(RuleBasedStateMachine):
         self.chunk = data.draw(st.sampled_from([1, 3, 8, 1000]))
         self.expected: set[tuple[int, int, int]] = set()  # table writes that must be in the next delta
         self.allowed: set[tuple[int, int, int]] = set()  # and that may be
+        self.restores: dict[int, int] = {}  # rows that begin in the next delta: tokens they resume from
+        self.sources: dict[int, int] = {}  # rows that were forked for the next delta: whose state they get
+        self.planned: dict[int, list[int]] = {}  # the last step: its rows, and the contents of their tokens
+        self.known_ids: set[int] = set()  # checkpoints that were in the tree after the last plan
+        self.contents: dict[int, int] = {}  # of checkpoints, as the deltas saved them
 
     # What calls are given
 
@@ -128,12 +179,37 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def fails(self, error: type[PagodaError], call: Callable[[], object], *words: str) -> None:
         """It raises, says so, and nothing has changed: what the next delta must be is known anyway."""
-        before = (self.manager.stats(), self.manager.step)
+        before = self.snapshot()
         with pytest.raises(error) as caught:
             call()
-        assert (self.manager.stats(), self.manager.step) == before
+        assert self.snapshot() == before
         for word in words:
             assert word in str(caught.value)
+
+    def snapshot(self) -> Any:
+        """All that a caller can see."""
+        manager, rows = self.manager, sorted(self.model.rows)
+        lengths = [
+            it(rows).tolist()
+            for it in (manager.reserved, manager.computed, manager.committed, manager.stored)
+        ]
+        pages = [manager.page_ids(row, group.name).tolist() for row in rows for group in self.model.groups]
+        nodes = [
+            (node.begin, node.end, node.leases, node.checkpoints, [ids.tolist() for ids in node.columns])
+            for node in manager.tree.nodes(10**6, 10**6)
+        ]
+        return manager.stats(), manager.step, lengths, pages, nodes
+
+    def tree_ids(self) -> set[int]:
+        """Checkpoints in the tree that can be found."""
+        nodes = self.manager.tree.nodes(10**6, 0)
+        return {id for node in nodes if not (node.is_lost or node.is_dropped) for _, id in node.checkpoints}
+
+    def saved(self) -> set[int] | None:
+        """Contents of checkpoints that are surely in the tree; None if a hit needs none."""
+        if self.model.checkpoints is None:
+            return None
+        return {self.contents[id] for id in self.known_ids & self.tree_ids()}
 
     # Requests
 
@@ -162,7 +238,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if not said:
             self.fails(CapacityError, lambda: manager.admit(tokens, **given))
             return
-        sure = model.sure_hit(space, ranges, tokens, most)
+        sure = model.sure_hit(space, ranges, tokens, most, self.saved())
         exact = len(model.hit_path(space, ranges, tokens, most)) * self.size
         any_hit = len(model.hit_path(space, ranges, tokens, len(tokens) - 1)) * self.size
         expected = model.pending(space, ranges, tokens, any_hit) if model.is_exact else None
@@ -182,11 +258,26 @@ class ManagerMachine(RuleBasedStateMachine):
         elif found is not None:
             assert could_hit < found.length < len(tokens)
             self.is_to_come(found)
-        row = model.admit(got.row, space, ranges, tokens, got.hit, got.reserved, store)
+        row = model.admit(got.row, space, ranges, tokens, got.hit, got.reserved, store, most)
+        self.cuts_are_right(got, row, most)
+        self.restores[got.row] = got.hit
         self.copied.pop(got.row, None)
         self.expect(got.row, row, [0] * len(model.groups), got.hit)
         if not model.is_exact or part != 0:
             self.leaves_the_watermark(row, got)
+
+    def cuts_are_right(self, got: Any, row: RowModel, most: int) -> None:
+        model = self.model
+        if model.is_exact:
+            assert got.cuts == tuple(row.cuts)
+            return
+        # Where pages matched further than checkpoints is not known.
+        few = set(model.cuts(len(row.prompt), got.hit, None)) if row.is_stored else set()
+        more = set(got.cuts) - few
+        assert sorted(few | more) == list(got.cuts)
+        assert len(more) <= (len(few) > 0)
+        assert all(got.hit < length <= most and length % self.size == 0 for length in more)
+        row.cuts = dict.fromkeys(got.cuts, "")
 
     def is_to_come(self, found: Any) -> None:
         """Whoever waits for that row gets more than would hit now: it has not committed all of it."""
@@ -287,11 +378,19 @@ class ManagerMachine(RuleBasedStateMachine):
         numbers = self.some_rows(data)
         open_ = [self.model.rows[number].reserved - self.model.rows[number].committed for number in numbers]
         counts = [data.draw(st.integers(0, n)) for n in open_]
+        if any(self.is_unsettled(number) and n for number, n in zip(numbers, counts, strict=True)):
+            self.fails(ArgumentError, lambda: self.manager.rollback(numbers, counts), "not committed")
+            return
         before = self.manager.stats()
         self.manager.rollback(self.as_rows(data, numbers), counts)
         for number, n in zip(numbers, counts, strict=True):
             self.model.rollback(number, n)
         assert self.manager.stats() == before  # pages stay the row's
+
+    def is_unsettled(self, number: int) -> bool:
+        """Its state has tokens that are not known."""
+        row = self.model.rows[number]
+        return self.model.checkpoints is not None and row.computed > row.committed
 
     @precondition(lambda self: self.model.rows)
     @rule(data=st.data())
@@ -318,6 +417,9 @@ class ManagerMachine(RuleBasedStateMachine):
         if not model.rows[number].is_stored:
             self.fails(ArgumentError, lambda: self.manager.fork(number, n), "are not cached")
             return
+        if self.is_unsettled(number):
+            self.fails(ArgumentError, lambda: self.manager.fork(number, n))
+            return
         can = model.can_fork(number, n)
         refusals = (CapacityError, ArgumentError) if model.is_blurred else CapacityError
         try:
@@ -340,6 +442,7 @@ class ManagerMachine(RuleBasedStateMachine):
             }
             self.copied[child] = self.copied.get(number, set()) | pages
             self.expect(child, row, [0] * len(model.groups), row.committed)
+            self.sources[child] = self.sources.get(number, number)
 
     # Steps
 
@@ -355,10 +458,15 @@ class ManagerMachine(RuleBasedStateMachine):
         if planned and data.draw(st.integers(0, 3)) == 0:
             some = data.draw(st.lists(st.sampled_from(sorted(planned)), unique=True))
             planned = {number: data.draw(st.integers(0, planned[number])) for number in some}
+        if model.checkpoints is not None and data.draw(st.integers(0, 3)):
+            for number, n in planned.items():  # chunks end at cuts
+                row = model.rows[number]
+                planned[number] = min([n, *(cut - row.computed for cut in row.cuts if cut > row.computed)])
         delta = self.manager.plan(list(planned), list(planned.values()))
         assert delta.step == step
         assert self.manager.step == step + 1
         self.says(delta, planned)
+        self.says_states(delta)
         fresh = self.apply(delta)
         touched: list[set[int]] = [set() for _ in model.groups]
         for g, (sources, targets) in enumerate(delta.copies):
@@ -372,14 +480,56 @@ class ManagerMachine(RuleBasedStateMachine):
                 touched[g] |= device.pages(g, number, group.first_read(row.committed), end)
             if end > begin:
                 values = model.values(row, end)
-                device.write(number, begin, values[begin:])
+                assert device.has_state(number, values[:begin]), "the state of another prefix"
+                device.write(number, begin, values)
                 row.steps += [step] * (end - begin)
         for earlier in device.in_flight.values():
             for g in range(len(model.groups)):
                 assert not fresh[g] & earlier[g], "a page was handed out that a step in flight may use"
         device.in_flight[step] = touched
         model.step += 1
+        if model.checkpoints is not None:
+            self.saves(planned)
         self.looks_right()
+
+    def saves(self, planned: dict[int, int]) -> None:
+        """What the step left on a cut or a boundary is saved in the next."""
+        model = self.model
+        self.planned = {
+            number: model.values(model.rows[number], model.rows[number].computed) for number in planned
+        }
+        for number, n in planned.items():
+            if model.is_exact and n:
+                model.plan_save(number)
+        self.known_ids = self.tree_ids()
+        if model.is_exact:
+            assert self.known_ids == {it.save.id for it in model.checkpoints.kept.values()}
+
+    def says_states(self, delta: Delta) -> None:
+        """The delta has the saves of the last step, and the beginning of each row that came since."""
+        model = self.model
+        rows, lengths, ids = (part.tolist() for part in delta.saves)
+        if model.is_exact:
+            assert rows == [number for number, _ in model.to_save]
+            assert lengths == [save.length for _, save in model.to_save]
+        for (_, save), id in zip(model.to_save, ids, strict=model.is_exact):
+            save.id = id
+        model.to_save.clear()
+        assert len(set(ids)) == len(ids)
+        for row, length, id in zip(rows, lengths, ids, strict=True):
+            assert length == len(self.planned[row])
+            assert self.device.has_state(row, self.planned[row]), "a state is saved that has moved on"
+            self.contents[id] = self.planned[row][-1]
+        begun = dict(zip(*(part.tolist() for part in delta.restores[:2]), strict=True))
+        resets, (sources, targets) = delta.resets.tolist(), (part.tolist() for part in delta.state_copies)
+        if model.checkpoints is None:
+            assert not [*begun, *resets, *targets]
+        else:
+            assert begun == {row: hit for row, hit in self.restores.items() if hit}
+            assert sorted(resets) == sorted(row for row, hit in self.restores.items() if not hit)
+            assert dict(zip(targets, sources, strict=True)) == self.sources
+            assert len(begun) + len(resets) + len(targets) == len({*begun, *resets, *targets})
+        self.restores, self.sources = {}, {}
 
     def says(self, delta: Delta, planned: dict[int, int]) -> None:
         """The delta names what was planned, and the same after it was sent somewhere."""
@@ -402,7 +552,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.expected <= set(places) <= self.allowed | gone
         self.expected, self.allowed = set(), set()
         before = device.flat.copy()
-        device.pools.apply(delta)
+        device.apply(delta)
         before[delta.places] = delta.page_ids
         assert (device.flat == before).all()
         fresh: list[set[int]] = [set() for _ in model.groups]
@@ -426,11 +576,13 @@ class ManagerMachine(RuleBasedStateMachine):
             for number, row in model.rows.items():
                 begin = group.first_read(row.committed)
                 if not row.is_bad:
-                    assert (
-                        device.read(g, number, begin, row.computed) == model.values(row, row.computed)[begin:]
-                    )
+                    values = model.values(row, row.computed)
+                    found = device.read(g, number, begin, row.computed)
+                    assert found == {at: values[at] for at in found}
                 for id in device.pages(g, number, begin, row.committed):
                     assert writable.get(id, number) == number, "a row may write to what another reads"
+        for number, row in model.rows.items():
+            assert device.has_state(number, model.values(row, row.computed))
 
     @precondition(lambda self: self.passed < self.model.step - 1 - self.k)
     @rule(data=st.data())
@@ -479,6 +631,15 @@ class ManagerMachine(RuleBasedStateMachine):
             if is_released:
                 self.ends(number, [number])
 
+    @precondition(lambda self: self.model.checkpoints is not None)
+    @rule(data=st.data(), space=namespaces, num=st.integers(2, 4))
+    def serve_siblings(self, data: st.DataObject, space: bytes, num: int) -> None:
+        """Requests that share a prefix, one after the other: they part at branch points, or repeat."""
+        past = [data.draw(st.sampled_from(self.past))]
+        for _ in range(num):
+            self.past = list(past)
+            self.serve(data, space, data.draw(st.integers(0, 5)), True)
+
     @precondition(lambda self: self.model.rows)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
@@ -517,7 +678,7 @@ class ManagerMachine(RuleBasedStateMachine):
         drops[space] = drops.get(space, 0) + 1
         self.model.is_blurred = True
 
-    @precondition(lambda self: self.model.step > 3)
+    @precondition(lambda self: self.model.step > 3 and self.model.groups)
     @rule(data=st.data(), is_meant=st.integers(0, 3))
     def invalidate(self, data: st.DataObject, is_meant: int) -> None:
         """Pages hold rubbish: whoever reads them is named, and nobody finds them."""
@@ -550,7 +711,9 @@ class ManagerMachine(RuleBasedStateMachine):
             if row.is_stored and not row.is_bad and row.path:
                 prompt = [*row.known[: len(row.path) * self.size], 0]
                 found = self.manager.hit(prompt, namespace=row.space, extra_keys=row.ranges)
-                assert row.drops < model.contents.drops.get(row.space, 0) or found == len(prompt) - 1
+                saved = self.saved()
+                if saved is None or row.path[-1] in saved:
+                    assert row.drops < model.contents.drops.get(row.space, 0) or found == len(prompt) - 1
         device.memory[g][sorted(bad)] = -1
         model.is_blurred = True
 
@@ -567,6 +730,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.reset()
         fresh = Model(model.groups, model.num_rows, model.max_tokens, model.watermark, model.resume_step)
         fresh.contents = model.contents
+        if model.checkpoints is not None:
+            fresh.add_checkpoints(model.checkpoints.total, model.checkpoints.interval)
         for space in (b"", b"a"):
             fresh.contents.drops[space] = fresh.contents.drops.get(space, 0) + 1
         self.model, self.passed = fresh, 0
@@ -574,6 +739,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.device.in_flight.clear()
         self.device.pools.reset()
         self.device.flat[:] = 0
+        self.restores, self.sources, self.known_ids = {}, {}, set()
 
     # What must raise
 
@@ -642,6 +808,11 @@ class ManagerMachine(RuleBasedStateMachine):
             assert sum(group[2:]) == group.total
             if model.is_exact:
                 assert group[2:] == model.counts(g)
+        if model.checkpoints is None:
+            assert stats.checkpoints is None
+        else:
+            assert sum(stats.checkpoints[1:4]) == stats.checkpoints.total
+            assert not model.is_exact or stats.checkpoints == model.checkpoints.counts()
         if model.is_exact:
             assert stats.evicted_pages == model.evicted_pages
             assert stats.cached_tokens == len(model.cached) * self.size
@@ -668,6 +839,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.holds()
         for group in manager.stats().groups:
             assert group.free + group.evictable == group.total
+        if model.checkpoints is not None:
+            assert manager.stats().checkpoints.running == 0
         # Rows that nobody has seen before take all there is of the group that is the first to run out.
         taken = []
         for number in range(model.num_rows):
@@ -703,7 +876,23 @@ class WindowManager(ManagerMachine):
     layouts = WINDOWS
 
 
+class StateManager(ManagerMachine):
+    """States: hits, cuts, saves and evictions of checkpoints are known exactly."""
+
+    layouts = STATES
+
+
+class StateWindowManager(ManagerMachine):
+    """States beside windows, and alone: what a row resumes from is the state of its prefix."""
+
+    layouts = STATES_AND_WINDOWS
+
+
 TestPlainManager = PlainManager.TestCase
 TestPlainManager.settings = RUNS
 TestWindowManager = WindowManager.TestCase
 TestWindowManager.settings = RUNS
+TestStateManager = StateManager.TestCase
+TestStateManager.settings = RUNS
+TestStateWindowManager = StateWindowManager.TestCase
+TestStateWindowManager.settings = RUNS
