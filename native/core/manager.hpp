@@ -312,6 +312,8 @@ class Manager {
   // Carries out `removal_` and frees the pages.
   void carry_out_removal();
   void free_columns();
+  // Adds the page of the tree behind which everything depends on a bad page of the row's own.
+  bool blame(const Group& group, int64_t number, BitSet& bad);
   // Moves unread window pages that cannot be found any more to the front of the eviction order.
   void put_lost_first();
 

@@ -558,6 +558,22 @@ def test_invalidate_frees_what_is_behind_bad_pages():
     assert engine.counts() == (7, 1, 0)
 
 
+def test_a_state_computed_from_a_bad_duplicate_is_not_resumed():
+    engine = Engine()
+    a, b = engine.admit(tokens(10)), engine.admit(tokens(10))
+    engine.step({a.row: 10})  # runs past the cut
+    engine.step({b.row: 8})  # its pages are duplicates, but its state is the one that is kept
+    engine.step({b.row: 2})
+    assert engine.kept() == [8]
+    reader = engine.admit(tokens(12))
+    assert reader.hit == 8
+    bad = engine.manager.page_ids(b.row, "full")[:1]
+    assert engine.manager.invalidate("full", bad).tolist() == [a.row, b.row, reader.row]
+    assert engine.kept() == []
+    assert engine.manager.hit(tokens(12)) == 0
+    engine.manager.check()
+
+
 def test_invalidate_forgets_saves_on_their_way():
     engine = Engine()
     got = engine.admit(tokens(10))
