@@ -688,3 +688,10 @@ def test_same_calls_same_evictions():
         assert seen[0] == seen[1]
         evicted = pair[0].manager.stats().checkpoints.evicted
     assert evicted > 20
+
+
+def test_a_model_without_pages_says_so():
+    manager = Manager(Layout([STATE], 4), {"checkpoint": 2}, num_rows=1, max_tokens=40)
+    assert repr(manager) == "Manager(0 of 1 rows running; 0 of 2 checkpoints cached)"
+    with pytest.raises(ArgumentError, match="there is no group 'full', and none has pages"):
+        manager.alloc_pages("full", 1)

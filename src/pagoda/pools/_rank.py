@@ -198,8 +198,8 @@ class Pools:
 
     def __getitem__(self, name: str) -> TokenPool | EntryPool:
         if name not in self.pools:
-            names = ", ".join(self.pools)
-            raise ArgumentError(f"name: there is no group {str(name)[:40]!r}: the groups are {names}")
+            names = f"the groups are {', '.join(self.pools)}" if self.pools else "no group has pages"
+            raise ArgumentError(f"name: there is no group {str(name)[:40]!r}: {names}")
         return self.pools[name]
 
     def __repr__(self) -> str:
