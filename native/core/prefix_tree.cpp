@@ -229,15 +229,19 @@ int32_t PrefixTree::split(int32_t node, int64_t depth) {
     const auto below = std::upper_bound(all.begin(), all.end(), depth,
                                         [](int64_t at, const Checkpoint& each) { return at < each.length; });
     if (below != all.begin()) {
+      // The shorter half gets memory of its own, so that many splits of a long list take little.
       auto& above = checkpoints_[static_cast<size_t>(upper)];
+      const bool is_above = below - all.begin() <= all.end() - below;
+      const auto first = is_above ? all.begin() : below, last = is_above ? below : all.end();
       try {
-        above.reserve(static_cast<size_t>(below - all.begin()));
+        above.reserve(static_cast<size_t>(last - first));
       } catch (const std::bad_alloc&) {
-        above.swap(spares_.back());  // has room for them, and for many more: only when there is no memory
+        above.swap(spares_.back());  // has room for them, and for many more
         spares_.pop_back();
       }
-      above.assign(all.begin(), below);
-      all.erase(all.begin(), below);
+      above.assign(first, last);
+      all.erase(first, last);
+      if (!is_above) above.swap(all);
       if (follows_states_) note_checkpoints(above, upper);
     }
   }
