@@ -339,7 +339,8 @@ class Manager {
   void grow_saves(Ids rows, const PerRow& counts);
   // Plans the save of a row that has just been planned up to a length where one may be due.
   void plan_save(int64_t number);
-  int32_t take_checkpoint(Request& request, const Save& wanted);
+  int32_t take_checkpoint(int64_t number, const Save& wanted);
+  int32_t give_up_checkpoint(bool also_first);
   void free_checkpoint(int32_t id) { checkpoint_ids_.free({&id, 1}, std::nullopt); }
   // Gives the tree the saves whose tokens are committed.
   void keep_saves(int64_t number);

@@ -151,18 +151,23 @@ class Checkpoints:
                 return key
         return 0
 
-    def take(self, save: Save, saves: list[Save]) -> bool:
-        """Find a checkpoint for a row's save, and add it to its saves; False if there is none."""
+    def take(self, save: Save, saves: list[Save], safe: int) -> bool:
+        """Find a checkpoint for a row's save, and add it to its saves; False if there is none.
+
+        A rolling save goes over the row's own, unless that is one of the first `safe` tokens and the tree has
+        another to give up.
+        """
         if self.num_free == 0:
             own = next((it for it in saves if it.is_rolling), None) if save.is_rolling else None
-            if own is not None:
-                saves.remove(own)
-                self.num_held -= 1
-            elif key := self.next(save.kind != "interval"):
+            key = self.next(save.kind != "interval") if own is None or own.length <= safe else 0
+            if key:
                 gone = self.kept.pop(key)
                 if not gone.is_second:
                     self.inflation = max(self.inflation, gone.worth)
                 self.evicted += 1
+            elif own is not None:
+                saves.remove(own)
+                self.num_held -= 1
             else:
                 return False
         saves.append(save)

@@ -695,3 +695,25 @@ def test_a_model_without_pages_says_so():
     assert repr(manager) == "Manager(0 of 1 rows running; 0 of 2 checkpoints cached)"
     with pytest.raises(ArgumentError, match="there is no group 'full', and none has pages"):
         manager.alloc_pages("full", 1)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_row_that_ends_before_its_last_save_is_committed_leaves_the_one_before(in_flight: int):
+    engine = Engine(checkpoints=3)
+    manager = engine.manager
+    engine.serve(tokens(5, 100))
+    got = engine.admit(tokens(9))
+    engine.prefill(got)
+    engine.decode(got.row, tokens(4, 9))
+    assert engine.counts() == (0, 2, 1)  # a document, the prompt at 8 tokens, and the answer at 12
+    for length in range(14, 17):
+        manager.reserve(got.row)
+        delta = manager.plan(got.row, 1)
+        if length - in_flight > 13:
+            manager.commit(got.row, length - in_flight - 1)
+            manager.pass_fence(delta.step - in_flight)
+    manager.check()
+    manager.release(got.row)
+    manager.pass_fence(manager.plan().step)
+    assert manager.hit(tokens(14)) == 12
+    manager.check()
