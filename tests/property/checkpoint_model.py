@@ -63,6 +63,10 @@ class Checkpoints:
     def num_free(self) -> int:
         return self.total - len(self.kept) - self.num_held
 
+    @property
+    def saves_intervals(self) -> bool:
+        return self.num_free > 0 or any(it.is_second for it in self.kept.values())
+
     def before(self, key: int) -> int:
         """The checkpoint before it on its path, 0 if there is none."""
         key = self.parent(key)
