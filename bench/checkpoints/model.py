@@ -110,7 +110,7 @@ class Model:
             kinds = dict.fromkeys(range((hit // step + 1) * step, path.last, step), Kind.INTERVAL)
         if path.last > hit:
             kinds[path.last] = tail
-        if path.found > hit and parts:
+        if path.found > hit and path.goes_on:  # it parts from others there, or ends and others go on
             kinds[path.found] = Kind.BRANCH
         cuts = tuple(length * page for length in sorted(kinds))
         outcome = Outcome(hit * page, cuts)

@@ -34,7 +34,8 @@ std::vector<Manager::Cut> Manager::plan_cuts(const Prompt& prompt, const Match& 
   };
   if (last <= hit) return cuts;
   cuts.reserve(static_cast<size_t>((last - hit) / interval + 3));
-  add(last, CheckpointKind::kFresh);  // or continued, as the row is
+  // A tail, fresh or continued as the row is; unless another request had the whole prompt and went on.
+  add(last, match.goes_on && match.found >= last ? CheckpointKind::kBranch : CheckpointKind::kFresh);
   int64_t next = (last - 1) / interval * interval;
   if (parts(prompt, match)) {
     for (; next > match.found; next -= interval) add(next, CheckpointKind::kInterval);

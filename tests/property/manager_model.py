@@ -203,14 +203,14 @@ class Model:
 
     def cuts(self, length: int, hit: int, branch: int | None) -> dict[int, str]:
         """Where a prompt that is stored should be saved: lengths and kinds, ascending. `branch`: where it
-        parts from others."""
+        parts from others, or ends and others go on."""
         if self.checkpoints is None or self.checkpoints.total == 0:
             return {}
         last, step = (length - 1) // self.resume_step * self.resume_step, self.checkpoints.interval
         cuts = dict.fromkeys(range(step, last, step), "interval")
+        cuts[last] = "tail"
         if branch is not None:
             cuts[branch] = "branch"
-        cuts[last] = "tail"
         return {at: cuts[at] for at in sorted(cuts) if at > hit}
 
     def start_state(self, row: RowModel, hit: int, found: list[int], goes_on: bool, most: int) -> None:
@@ -222,7 +222,8 @@ class Model:
         parts = goes_on and len(found) < most // self.resume_step
         row.is_continued = end > 0 and not goes_on
         if row.is_stored:
-            row.cuts = self.cuts(len(row.prompt), hit, end if parts else None)
+            is_repeat = goes_on and end >= (len(row.prompt) - 1) // self.resume_step * self.resume_step
+            row.cuts = self.cuts(len(row.prompt), hit, end if parts or is_repeat else None)
         if hit:
             is_near, is_close = end - hit <= 1024, (end - hit) // self.resume_step <= 64
             self.checkpoints.resume(found[hit // self.resume_step - 1], is_near, parts and is_close)

@@ -194,3 +194,14 @@ def test_the_evictions_of_a_long_run_are_never_stale():
     assert hits > 0
     assert engine.counts()[2] == 0
     assert engine.manager.stats().checkpoints.evicted > 100
+
+
+@pytest.mark.parametrize("checkpoints", [2, 5, 20])
+def test_a_prompt_that_is_asked_again_and_again_hits(checkpoints: int):
+    """Identical prompts that never hit: each answer takes the checkpoint of its own prompt, and is too long
+    for the prompt to resume from."""
+    engine = Engine(pages=400, checkpoints=checkpoints)
+    for begin in range(1, checkpoints + 1):
+        engine.serve(tokens(10, 1000 * begin), tokens(9, 1000 * begin + 10))
+    hits = [engine.serve(tokens(22), tokens(15, 22)).hit for _ in range(5)]
+    assert hits[2:] == [20, 20, 20]  # the second request shows that it is shared
