@@ -20,6 +20,18 @@ NEAR_TOKENS = 1_024  # the match may end this much beyond a checkpoint for its r
 NEAR_PAGES = 64  # and this much for the request to make it a branch point
 
 
+def cuts_of(hit: int, last: int, interval: int, branch: int, tail: Kind) -> dict[int, Kind]:
+    """Return where a prefill that resumes at `hit` is saved: ascending lengths, and the kind of each.
+
+    These are the multiples of `interval`, `branch`, where it parts from others, and `last`, its last resume
+    point. All lengths are in one unit. An interval of 0 means no interval points; a branch of 0, no parting.
+    """
+    kinds = dict.fromkeys(range(interval, last, interval), Kind.INTERVAL) if interval else {}
+    kinds[branch] = Kind.BRANCH
+    kinds[last] = tail
+    return {length: kinds[length] for length in sorted(kinds) if length > hit}
+
+
 @dataclass
 class Outcome:
     """What became of one request, in tokens."""
@@ -103,16 +115,10 @@ class Model:
             self.order.resume(
                 id, self._gap(id), further * page <= NEAR_TOKENS, parts and further <= NEAR_PAGES
             )
-        kinds = {}
         tail = Kind.CONTINUED if path.found and not path.goes_on else Kind.FRESH
-        if self.order.saves_intervals:
-            step = max(1, INTERVAL // page)
-            kinds = dict.fromkeys(range((hit // step + 1) * step, path.last, step), Kind.INTERVAL)
-        if path.last > hit:
-            kinds[path.last] = tail
-        if path.found > hit and parts:
-            kinds[path.found] = Kind.BRANCH
-        cuts = tuple(length * page for length in sorted(kinds))
+        interval = max(1, INTERVAL // page) if self.order.saves_intervals else 0
+        kinds = cuts_of(hit, path.last, interval, path.found if parts else 0, tail)
+        cuts = tuple(length * page for length in kinds)
         outcome = Outcome(hit * page, cuts)
         lengths = stops(hit * page, cuts, path.prompt_tokens, path.total_tokens, self.paths.chunk, page)
         return _Row(path, kinds, tail, outcome, lengths)

@@ -272,12 +272,12 @@ class ManagerMachine(RuleBasedStateMachine):
             assert got.cuts == tuple(row.cuts)
             return
         # Where pages matched further than checkpoints is not known.
-        few = set(model.cuts(len(row.prompt), got.hit, None)) if row.is_stored else set()
+        few = set(model.cuts(len(row.prompt), got.hit, 0, row.tail)) if row.is_stored else set()
         more = set(got.cuts) - few
         assert sorted(few | more) == list(got.cuts)
         assert len(more) <= (len(few) > 0)
         assert all(got.hit < length <= most and length % self.size == 0 for length in more)
-        row.cuts = dict.fromkeys(got.cuts, "")
+        row.cuts = dict.fromkeys(got.cuts, row.tail)
 
     def is_to_come(self, found: Any) -> None:
         """Whoever waits for that row gets more than would hit now: it has not committed all of it."""
@@ -503,7 +503,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 model.plan_save(number)
         self.known_ids = self.tree_ids()
         if model.is_exact:
-            assert self.known_ids == {it.save.id for it in model.checkpoints.kept.values()}
+            assert self.known_ids == set(model.checkpoints.contents)
 
     def says_states(self, delta: Delta) -> None:
         """The delta has the saves of the last step, and the beginning of each row that came since."""
@@ -512,8 +512,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if model.is_exact:
             assert rows == [number for number, _ in model.to_save]
             assert lengths == [save.length for _, save in model.to_save]
-        for (_, save), id in zip(model.to_save, ids, strict=model.is_exact):
-            save.id = id
+            assert ids == [save.id for _, save in model.to_save]
         model.to_save.clear()
         assert len(set(ids)) == len(ids)
         for row, length, id in zip(rows, lengths, ids, strict=True):
