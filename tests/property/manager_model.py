@@ -108,6 +108,8 @@ class Model:
     rows: dict[int, RowModel] = field(default_factory=dict)
     cached: dict[int, CachedPage] = field(default_factory=dict)
     waiting: list[Waiting] = field(default_factory=list)
+    given: dict[int, set[int]] = field(default_factory=dict)  # a group: pages of nobody's row
+    taken_back: list[tuple[int, int, int]] = field(default_factory=list)  # such pages: fence, group, number
     step: int = 1
     passed: int = 0
     clock: int = 0
@@ -148,9 +150,10 @@ class Model:
         n = self.columns(g)
         leased = len({key for row in self.rows.values() for key in row.path}) * n
         evictable = sum(page.num_leases == 0 for page in self.cached.values()) * n
-        running = sum(self.own(row, g) for row in self.rows.values())
+        running = sum(self.own(row, g) for row in self.rows.values()) + len(self.given.get(g, ()))
         # What only rows that ended have leased waits as what was theirs alone.
         waiting = sum(it.own[g] for it in self.waiting) + len(self.cached) * n - leased - evictable
+        waiting += sum(num_pages for _, which, num_pages in self.taken_back if which == g)
         return (
             self.groups[g].total - evictable - leased - running - waiting,
             evictable,
@@ -440,6 +443,7 @@ class Model:
 
     def pass_fence(self, fence: int) -> None:
         self.passed = max(self.passed, fence)
+        self.taken_back = [it for it in self.taken_back if it[0] > self.passed]
         gone = sorted((it for it in self.waiting if it.fence <= fence), key=lambda it: it.fence)
         self.waiting = [it for it in self.waiting if it.fence > fence]
         for waiting in gone:
@@ -452,6 +456,30 @@ class Model:
                 page.used = self.clock if page.num_leases == 0 else page.used
         for row in self.rows.values() if gone else ():
             self.exchange(row)
+
+    # Pages by number
+
+    def make_room_in(self, g: int, n: int) -> None:
+        if self.is_exact:
+            self.make_room([n if which == g else 0 for which in range(len(self.groups))])
+
+    def extend(self, number: int, g: int, n: int) -> None:
+        self.make_room_in(g, n)
+        row = self.rows[number]
+        row.ends[g] += n
+        row.named = self.step if n else row.named
+
+    def spare(self, number: int, g: int) -> int:
+        """Pages behind what a row reserved."""
+        return self.rows[number].ends[g] - self.groups[g].pages_for(self.rows[number].reserved)
+
+    def alloc_pages(self, g: int, page_ids: set[int]) -> None:
+        self.given.setdefault(g, set()).update(page_ids)
+
+    def free_pages(self, g: int, page_ids: set[int]) -> None:
+        self.given[g] -= page_ids
+        if self.step - 1 > self.passed:
+            self.taken_back.append((self.step - 1, g, len(page_ids)))
 
     # What others compute
 
