@@ -86,6 +86,7 @@ class Rule:
     prior = 16  # observations that are assumed of each kind
     most_observations = 2_000
     lifetime = 8  # saves of tails and branch points, times the number of checkpoints, that the unused survive
+    most_updates = 64  # worths that are recomputed for one that goes
 
     def __init__(self, num_ids: int) -> None:
         self._num_ids = num_ids
@@ -135,14 +136,24 @@ class Rule:
         self._hand = self._hand % self._num_ids + 1
         if self._hand in self._entries:
             self._update(self._hand, gap(self._hand))
-        while id := self._next(also_first):
+        updated: list[int] = []
+        while len(updated) < self.most_updates:
+            id = self._next(also_first)
+            if id == 0:
+                return 0
             self._update(id, gap(id))
             if self._next(also_first) == id:
-                entry = self._entries.pop(id)
-                if not entry.is_second:
-                    self._inflation = max(self._inflation, entry.key[0])
-                return id
-        return 0
+                return self._remove(id)
+            updated.append(id)
+        return self._remove(
+            min(updated, key=lambda id: (not self._entries[id].is_second, self._entries[id].key))
+        )
+
+    def _remove(self, id: int) -> int:
+        entry = self._entries.pop(id)
+        if not entry.is_second:
+            self._inflation = max(self._inflation, entry.key[0])
+        return id
 
     def _next(self, also_first: bool) -> int:
         return self._first(True) or (self._first(False) if also_first else 0)

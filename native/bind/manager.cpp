@@ -146,7 +146,8 @@ int64_t to_group(const Managed& self, nb::handle name) {
     if (self.core.group(g).spec.name == wanted) return g;
     names += (g > 0 ? ", " : "") + self.core.group(g).spec.name;
   }
-  throw BadArgument("group: no group '" + wanted + "', only " + names);
+  throw BadArgument("group: there is no group '" + wanted + "'" +
+                    (names.empty() ? ", and none has pages" : ", only " + names));
 }
 
 // ── requests ────────────────────────────────────────────────────────────────────────────────────────

@@ -9,9 +9,10 @@
 // everything else is worth little, that takes too long: what was not used during 8 n saves of tails and branch points
 // goes first, for n checkpoints.
 //
-// Worths are stored in two heaps and recomputed when they come to the top, since gaps and shares change. Those that
-// have fallen would never come to the top, so each eviction also recomputes one id, all of them in turn. A call takes
-// O(log n) and allocates nothing. The same calls give the same order.
+// Worths are stored in two heaps and recomputed when they come to the top, since gaps and shares change. If a share has
+// risen, that may be true of all of them; so at most kMostUpdates come to the top per eviction, and the least of these
+// goes. Those that have fallen would never come to the top, so each eviction also recomputes one id, all of them in
+// turn. A call takes O(log n) and allocates nothing. The same calls give the same order.
 #pragma once
 
 #include <cstdint>
@@ -95,11 +96,15 @@ class CheckpointOrder {
       if (second_.size() > 0) return second_.first();
       return also_first && first_.size() > 0 ? first_.first() : 0;
     };
-    for (int32_t id; (id = top()) != 0;) {
+    int32_t least = 0;
+    for (int i = 0; i < kMostUpdates; ++i) {
+      const int32_t id = top();
+      if (id == 0) return 0;
       update(id, gap(id));
       if (top() == id) return id;
+      if (least == 0 || goes_before(id, least)) least = id;
     }
-    return 0;
+    return least;
   }
   // What goes raises inflation.
   void give_up(int32_t id) {
@@ -140,11 +145,19 @@ class CheckpointOrder {
       second_.change(id, {closeness(gap), second_.key(id).order});
     }
   }
+  // Of two listed checkpoints.
+  bool goes_before(int32_t id, int32_t other) const {
+    const bool is_second = second_.contains(id);
+    if (is_second != second_.contains(other)) return is_second;
+    const IdHeap& heap = is_second ? second_ : first_;
+    return heap.key(id) < heap.key(other);
+  }
   void count_saved(CheckpointKind kind);
   void list(int32_t id, int64_t gap, bool is_second);
 
   // Saves of tails and branch points, times the number of checkpoints, that an unused checkpoint survives.
   static constexpr uint64_t kLifetime = 8;
+  static constexpr int kMostUpdates = 64;
 
   int32_t num_ids_;
   int32_t hand_ = 0;  // the id recomputed last

@@ -312,6 +312,8 @@ class Manager {
   // Carries out `removal_` and frees the pages.
   void carry_out_removal();
   void free_columns();
+  // Adds the page of the tree behind which everything depends on a bad page of the row's own.
+  bool blame(const Group& group, int64_t number, BitSet& bad);
   // Moves unread window pages that cannot be found any more to the front of the eviction order.
   void put_lost_first();
 
@@ -337,8 +339,8 @@ class Manager {
   void grow_saves(Ids rows, const PerRow& counts);
   // Plans the save of a row that has just been planned up to a length where one may be due.
   void plan_save(int64_t number);
-  int32_t take_checkpoint(Request& request, const Save& wanted);
-  void give_up_checkpoint(int32_t id);
+  int32_t take_checkpoint(int64_t number, const Save& wanted);
+  int32_t give_up_checkpoint(bool also_first);
   void free_checkpoint(int32_t id) { checkpoint_ids_.free({&id, 1}, std::nullopt); }
   // Gives the tree the saves whose tokens are committed.
   void keep_saves(int64_t number);

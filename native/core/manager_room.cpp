@@ -124,6 +124,40 @@ void Manager::free_columns() {
   }
 }
 
+// What a row computed from a bad duplicate is cached behind the tree's page of the same tokens: the pages that it gave
+// the tree after it are bad. A checkpoint may be the row's or another's, and rows may have resumed from it, so if there
+// is one, the tree's page counts as bad, or the next one if it has left the tree. Returns whether one was added.
+bool Manager::blame(const Group& group, int64_t number, BitSet& bad) {
+  const int32_t* ids = group.ids(number);
+  const uint8_t* own = group.owned(number);
+  const int64_t stored = math_.page(row(number).stored) * group.num_columns;
+  int64_t at = first(number, static_cast<size_t>(group.number));
+  while (at < stored && (own[at] == 0 || !bad.contains(ids[at]))) ++at;
+  if (at >= stored) return false;
+  const auto add = [&](int32_t page) {
+    const bool is_new = !bad.contains(page);
+    if (is_new) bad.insert(page);
+    return is_new;
+  };
+  const LeaseId lease = request(number).lease;
+  const int64_t first_page = at / group.num_columns, end_page = math_.page(row(number).stored);
+  if (!states_.has_states || tree_.last_checkpoint(lease, row(number).stored).length <= math_.first_slot(first_page)) {
+    while (at < stored && own[at] != 0) ++at;
+    return at < stored && add(ids[at]);
+  }
+  for (int c = group.first_column; c < group.first_column + group.num_columns; ++c) {
+    columns_[static_cast<size_t>(c)].resize(static_cast<size_t>(end_page));
+    tree_.copy_pages(lease, c, first_page, columns_[static_cast<size_t>(c)].data());
+  }
+  for (int64_t page = first_page; page < end_page; ++page) {
+    for (int c = group.first_column; c < group.first_column + group.num_columns; ++c) {
+      const int32_t original = columns_[static_cast<size_t>(c)][static_cast<size_t>(page)];
+      if (original > 0) return add(original);
+    }
+  }
+  return false;
+}
+
 int64_t Manager::invalidate(int64_t g, Ids page_ids, int32_t* rows_out) {
   Group& group = groups_[static_cast<size_t>(g)];
   BitSet bad(group.spec.num_pages + 1);
@@ -144,6 +178,7 @@ int64_t Manager::invalidate(int64_t g, Ids page_ids, int32_t* rows_out) {
         bad.insert(copy.target);
         is_done = false;
       }
+      if (row(number).is_running && blame(group, number, bad)) is_done = false;
     }
   }
   std::vector<bool> was_discarded(static_cast<size_t>(num_rows_ + 1));

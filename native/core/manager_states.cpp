@@ -140,7 +140,7 @@ void Manager::plan_save(int64_t number) {
     // It will supersede the prompt's tail, which may make room for it.
     supersede_tail(tree_.last_checkpoint(request.lease, row.stored).state_id);
   }
-  save.id = take_checkpoint(request, save);
+  save.id = take_checkpoint(number, save);
   if (save.id == 0) return;
   request.saves.push_back(save);
   row.next_kept = kNever;
@@ -151,31 +151,40 @@ void Manager::plan_save(int64_t number) {
 }
 
 // Returns a checkpoint for a save: a free one, or for a rolling save the row's own, or one that the tree gives up. 0 if
-// there is none; the save is then left out.
-int32_t Manager::take_checkpoint(Request& request, const Save& wanted) {
+// there is none; the save is then left out. While steps are in flight, the row may end before the tokens of the new
+// save are committed, so it keeps its own until then if there is another.
+int32_t Manager::take_checkpoint(int64_t number, const Save& wanted) {
   int32_t id = 0;
   if (checkpoint_ids_.num_free() == 0) {
-    if (wanted.is_rolling) {
-      const auto own =
-          std::find_if(request.saves.begin(), request.saves.end(), [](const Save& save) { return save.is_rolling; });
-      if (own != request.saves.end()) {
-        id = own->id;
-        request.saves.erase(own);
-        return id;
-      }
+    auto& saves = request(number).saves;
+    const auto own = wanted.is_rolling
+                         ? std::find_if(saves.begin(), saves.end(), [](const Save& save) { return save.is_rolling; })
+                         : saves.end();
+    const bool is_last = own != saves.end() && own->length <= row(number).committed && passed_ < step_ - 2;
+    if (own == saves.end() || is_last) id = give_up_checkpoint(wanted.kind != CheckpointKind::kInterval);
+    if (id == 0) {
+      if (own == saves.end()) return 0;
+      id = own->id;
+      saves.erase(own);
+      return id;
     }
-    id = order_.next(wanted.kind != CheckpointKind::kInterval, [&](int32_t each) { return gap(each); });
-    if (id == 0) return 0;
-    try {
-      tree_.remove_checkpoint(id);
-    } catch (const std::bad_alloc&) {  // no memory for the event: the tree keeps it
-      return 0;
-    }
-    order_.give_up(id);
-    free_checkpoint(id);
-    ++evicted_states_;
   }
   checkpoint_ids_.alloc(1, &id);
+  return id;
+}
+
+// Frees a checkpoint of the tree, of the second class or also of the first, and returns it; 0 if there is none.
+int32_t Manager::give_up_checkpoint(bool also_first) {
+  const int32_t id = order_.next(also_first, [&](int32_t each) { return gap(each); });
+  if (id == 0) return 0;
+  try {
+    tree_.remove_checkpoint(id);
+  } catch (const std::bad_alloc&) {  // no memory for the event: the tree keeps it
+    return 0;
+  }
+  order_.give_up(id);
+  free_checkpoint(id);
+  ++evicted_states_;
   return id;
 }
 

@@ -157,6 +157,7 @@ int32_t PrefixTree::new_node(int32_t parent, int64_t begin) {
 
 void PrefixTree::free_node(int32_t node) {
   num_lost_ -= nodes_[node].is_lost;
+  if (has_states_) std::vector<Checkpoint>().swap(checkpoints_[static_cast<size_t>(node)]);
   nodes_[node].number = 0;
   nodes_[node].parent = free_node_;
   free_node_ = node;
@@ -225,14 +226,22 @@ int32_t PrefixTree::split(int32_t node, int64_t depth) {
   const int64_t at = depth - low.begin;
   if (has_states_) {
     auto& all = checkpoints_[static_cast<size_t>(node)];
-    const auto below =
-        std::find_if(all.begin(), all.end(), [&](const Checkpoint& each) { return each.length > depth; });
+    const auto below = std::upper_bound(all.begin(), all.end(), depth,
+                                        [](int64_t at, const Checkpoint& each) { return at < each.length; });
     if (below != all.begin()) {
+      // The shorter half gets memory of its own, so that many splits of a long list take little.
       auto& above = checkpoints_[static_cast<size_t>(upper)];
-      above.swap(spares_.back());  // has room for them
-      spares_.pop_back();
-      above.assign(all.begin(), below);
-      all.erase(all.begin(), below);
+      const bool is_above = below - all.begin() <= all.end() - below;
+      const auto first = is_above ? all.begin() : below, last = is_above ? below : all.end();
+      try {
+        above.reserve(static_cast<size_t>(last - first));
+      } catch (const std::bad_alloc&) {
+        above.swap(spares_.back());  // has room for them, and for many more
+        spares_.pop_back();
+      }
+      above.assign(first, last);
+      all.erase(first, last);
+      if (!is_above) above.swap(all);
       if (follows_states_) note_checkpoints(above, upper);
     }
   }
@@ -405,7 +414,8 @@ void PrefixTree::remove_checkpoint(int32_t state_id) {
     events_.push_back(checkpoint_event(EventKind::kRemoved, node, {length, state_id}));
   }
   auto& all = checkpoints_[static_cast<size_t>(node)];
-  all.erase(std::find_if(all.begin(), all.end(), [&](const Checkpoint& each) { return each.state_id == state_id; }));
+  all.erase(std::lower_bound(all.begin(), all.end(), length,
+                             [](const Checkpoint& each, int32_t at) { return each.length < at; }));
   spots_[state_id] = {};
   --states_.total;
   if (nodes_[node].locks > 0) --states_.locked;

@@ -131,11 +131,7 @@ void PrefixTree::match(const Sequence& sequence, Match& match, int32_t* ids) con
   while (match.path.size() > 0 && nodes_[match.path.back().node].begin >= place.depth) match.path.pop();
   if (match.path.size() == 0) return;
   match.path.back().end = static_cast<int32_t>(place.depth);
-  if (has_states_) {
-    for (const Checkpoint& at : checkpoints_[static_cast<size_t>(place.node)]) {
-      if (at.length == place.depth) match.state_id = at.state_id;
-    }
-  }
+  if (has_states_) match.state_id = last_checkpoint_up(place.node, place.depth).state_id;
 }
 
 int64_t PrefixTree::match_length(const Sequence& sequence) const {

@@ -61,3 +61,20 @@ def test_random_requests(requests: list[Request], num_checkpoints: int, chunk: i
         return iter(requests)
 
     compare(Workload("random", replay, running=running, chunk=chunk), num_checkpoints)
+
+
+def test_an_eviction_recomputes_a_limited_number_of_worths() -> None:
+    # Documents of one length, of which more and more are asked for again: the worth of all of them rises.
+    num_checkpoints = 3 * Rule.most_updates
+
+    def document(number: int) -> Request:
+        return Request(np.full(5 * PAGE + 1, number, np.int32), np.zeros(0, np.int32))
+
+    def requests() -> Iterator[Request]:
+        yield from map(document, range(num_checkpoints))
+        for i in range(num_checkpoints // 4):
+            yield document(num_checkpoints - 1 - 2 * i)
+            yield document(num_checkpoints - 2 - 2 * i)
+            yield document(num_checkpoints + i)
+
+    compare(Workload("documents", requests, running=1, chunk=2_048), num_checkpoints)

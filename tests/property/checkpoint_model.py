@@ -66,17 +66,24 @@ class Checkpoints:
         self.resumed += 1
         self.rule.resume(self.kept[key].id, self.gap(key), is_near, parts)
 
-    def take(self, save: Save, saves: list[Save]) -> bool:
-        """Find an id for a row's save, and add it to its saves; False if there is none."""
+    def take(self, save: Save, saves: list[Save], safe: int) -> bool:
+        """Find an id for a row's save, and add it to its saves; False if there is none.
+
+        A rolling save goes over the row's own, unless that is one of the first `safe` tokens and the tree has
+        another to give up.
+        """
         if self.total == 0:
             return False
         if not self.free:
             own = next((it for it in saves if it.is_rolling), None) if save.is_rolling else None
-            if own is not None:
+            id = 0
+            if own is None or own.length <= safe:
+                id = self.rule.give_up(save.kind != Kind.INTERVAL, lambda id: self.gap(self.contents[id]))
+            if id:
+                self.forget(id)
+            elif own is not None:
                 saves.remove(own)
                 self.free.add(own.id)
-            elif id := self.rule.give_up(save.kind != Kind.INTERVAL, lambda id: self.gap(self.contents[id])):
-                self.forget(id)
             else:
                 return False
         save.id = min(self.free)

@@ -354,7 +354,9 @@ class Model:
             self.checkpoints.supersede(
                 next((key for key in row.path[::-1] if key in self.checkpoints.kept), 0)
             )
-        if self.checkpoints.take(save, row.saves):
+        # While steps are in flight, the row may end before this save is committed.
+        safe = row.committed if self.passed < self.step - 2 else 0
+        if self.checkpoints.take(save, row.saves, safe):
             self.to_save.append((number, save))
 
     def last_rolling(self, row: RowModel) -> Save | None:

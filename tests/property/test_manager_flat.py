@@ -1,12 +1,13 @@
 """A manager that serves for a long time keeps its size. PAGODA_OPERATIONS=1000000 makes it a long time."""
 
+import itertools
 import os
 import random
 
 import numpy as np
 import pytest
 
-from pagoda import FullAttention, Layout, WindowAttention
+from pagoda import FullAttention, GatedDelta, Layout, WindowAttention
 from pagoda.manager import Manager
 
 OPERATIONS = int(os.environ.get("PAGODA_OPERATIONS", "150000"))
@@ -86,3 +87,36 @@ def test_memory_stays_where_it_was(layers: list[FullAttention | WindowAttention]
     engine.manager.check()
     assert engine.manager.stats().evicted_pages > 1000
     assert resident_bytes() - before < 3 << 20
+
+
+def test_branches_of_a_path_with_many_checkpoints_take_little_memory():
+    """A thousand of them, and a path of 4,000 checkpoints: a copy of its list for each would be 32 MB."""
+    num_pages = 4_000
+    state = GatedDelta(key_heads=1, value_heads=1, key_dim=2, value_dim=2, kernel=2)
+    manager = Manager(
+        Layout([FULL, state], 4),
+        {"full": 3 * num_pages, "checkpoint": 2 * num_pages},
+        num_rows=2,
+        max_tokens=5 * num_pages,
+        checkpoint_interval=4,
+    )
+    path = np.arange(4 * num_pages + 1, dtype=np.int32)
+
+    def serve(tokens: np.ndarray) -> None:
+        got = manager.admit(tokens)
+        for begin, end in itertools.pairwise((got.hit, *got.cuts, len(tokens))):
+            manager.pass_fence(manager.plan(got.row, end - begin).step)
+            manager.commit(got.row, tokens[begin:end])
+        manager.release(got.row)
+        manager.pass_fence(manager.plan().step)
+
+    def branch(at: int) -> None:
+        serve(np.concatenate([path[: 4 * at], np.full(2, 1_000_000, np.int32)]))
+
+    serve(path)
+    branch(num_pages - 1)
+    before = resident_bytes()
+    for at in range(num_pages - 2, num_pages - 1_002, -1):
+        branch(at)
+    assert resident_bytes() - before < 8 << 20
+    manager.check()

@@ -1401,6 +1401,20 @@ def test_invalidate_names_who_reads_and_nobody_finds_it():
     assert stats.waiting == stats.running == 0
 
 
+def test_what_a_row_stored_after_a_bad_duplicate_is_not_found():
+    manager = make()
+    a, b = (manager.admit(tokens(9)).row for _ in range(2))
+    compute(manager, a, tokens(9))
+    compute(manager, b, tokens(9))
+    manager.reserve(b, 8)
+    compute(manager, b, tokens(8, 9))
+    reader = manager.admit(tokens(18)).row
+    assert manager.hit(tokens(18)) == 16
+    assert manager.invalidate("full", manager.page_ids(b, "full")[:1]).tolist() == [b, reader]
+    assert manager.hit(tokens(18)) == 8  # the pages of a are good
+    manager.check()
+
+
 def test_invalidate_names_who_has_moved_past_a_bad_page():
     """What it computed behind the page depends on it, though its window no longer reads it."""
     manager = make(FULL, window(4))

@@ -558,6 +558,22 @@ def test_invalidate_frees_what_is_behind_bad_pages():
     assert engine.counts() == (7, 1, 0)
 
 
+def test_a_state_computed_from_a_bad_duplicate_is_not_resumed():
+    engine = Engine()
+    a, b = engine.admit(tokens(10)), engine.admit(tokens(10))
+    engine.step({a.row: 10})  # runs past the cut
+    engine.step({b.row: 8})  # its pages are duplicates, but its state is the one that is kept
+    engine.step({b.row: 2})
+    assert engine.kept() == [8]
+    reader = engine.admit(tokens(12))
+    assert reader.hit == 8
+    bad = engine.manager.page_ids(b.row, "full")[:1]
+    assert engine.manager.invalidate("full", bad).tolist() == [a.row, b.row, reader.row]
+    assert engine.kept() == []
+    assert engine.manager.hit(tokens(12)) == 0
+    engine.manager.check()
+
+
 def test_invalidate_forgets_saves_on_their_way():
     engine = Engine()
     got = engine.admit(tokens(10))
@@ -672,3 +688,32 @@ def test_same_calls_same_evictions():
         assert seen[0] == seen[1]
         evicted = pair[0].manager.stats().checkpoints.evicted
     assert evicted > 20
+
+
+def test_a_model_without_pages_says_so():
+    manager = Manager(Layout([STATE], 4), {"checkpoint": 2}, num_rows=1, max_tokens=40)
+    assert repr(manager) == "Manager(0 of 1 rows running; 0 of 2 checkpoints cached)"
+    with pytest.raises(ArgumentError, match="there is no group 'full', and none has pages"):
+        manager.alloc_pages("full", 1)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_row_that_ends_before_its_last_save_is_committed_leaves_the_one_before(in_flight: int):
+    engine = Engine(checkpoints=3)
+    manager = engine.manager
+    engine.serve(tokens(5, 100))
+    got = engine.admit(tokens(9))
+    engine.prefill(got)
+    engine.decode(got.row, tokens(4, 9))
+    assert engine.counts() == (0, 2, 1)  # a document, the prompt at 8 tokens, and the answer at 12
+    for length in range(14, 17):
+        manager.reserve(got.row)
+        delta = manager.plan(got.row, 1)
+        if length - in_flight > 13:
+            manager.commit(got.row, length - in_flight - 1)
+            manager.pass_fence(delta.step - in_flight)
+    manager.check()
+    manager.release(got.row)
+    manager.pass_fence(manager.plan().step)
+    assert manager.hit(tokens(14)) == 12
+    manager.check()

@@ -268,6 +268,40 @@ def test_a_row_is_saved_before_it_is_reset_and_copied_after_it_was_restored():
     model.compare()
 
 
+@pytest.mark.parametrize("call", ["save_states", "restore_states", "fill_rows", "copy_states", "write_table"])
+def test_a_delta_that_was_interrupted_can_be_applied_again(monkeypatch: pytest.MonkeyPatch, call: str):
+    pools = pools_of()
+    state = pools.layer(0).state["recurrent"]
+    for row in (1, 2, 3):
+        state[row] = row
+    pools.apply(step_of(1, saves=([3], [4], [2])))
+    delta = step_of(
+        2,
+        saves=([1, 2], [4, 4], [1, 3]),
+        restores=([1], [4], [2]),
+        resets=[2],
+        state_copies=([1], [3]),
+        places=[10],
+        page_ids=[1],
+    )
+    operation, is_done = getattr(kernels, call), []
+
+    def interrupted(*args: object) -> None:
+        operation(*args)
+        if not is_done:
+            is_done.append(True)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels, call, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pools.apply(delta)
+    assert pools.step == 1
+    pools.apply(delta)
+    assert [int(state[row].unique()) for row in (1, 2, 3)] == [3, 0, 3]
+    pools.apply(step_of(3, restores=([1, 2], [4, 4], [1, 3])))
+    assert [int(state[row].unique()) for row in (1, 2)] == [1, 2]
+
+
 def test_one_launch_for_all_rows_and_layers_and_the_pages_after_them(monkeypatch: pytest.MonkeyPatch):
     pools, launched = pools_of(), []
     for name in ("save_states", "restore_states", "fill_rows", "copy_states", "copy_pages", "write_table"):

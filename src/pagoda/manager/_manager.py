@@ -109,10 +109,10 @@ class Manager(ManagerCore):
 
     def __repr__(self) -> str:
         stats = self.stats()
-        available = ", ".join(
-            f"{g.name}: {g.free + g.evictable} of {g.total} pages available" for g in stats.groups
-        )
-        return f"Manager({stats.rows} of {stats.num_rows} rows running; {available})"
+        available = [f"{g.name}: {g.free + g.evictable} of {g.total} pages available" for g in stats.groups]
+        if stats.checkpoints is not None:
+            available.append(f"{stats.checkpoints.cached} of {stats.checkpoints.total} checkpoints cached")
+        return f"Manager({stats.rows} of {stats.num_rows} rows running; {', '.join(available)})"
 
 
 def read_capacity(layout: Layout, capacity: Mapping[str, int], num_rows: int) -> int | None:

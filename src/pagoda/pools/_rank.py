@@ -135,6 +135,7 @@ class Pools:
         self._applied: tuple[Delta, Any, torch.Tensor | None] | None = None
         self._rooms: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # device memory for deltas
         self._step = 0
+        self._saved_step = 0  # the step of the last delta whose saves were carried out
         self._lock = threading.RLock()
 
     def _pool_of(
@@ -197,8 +198,8 @@ class Pools:
 
     def __getitem__(self, name: str) -> TokenPool | EntryPool:
         if name not in self.pools:
-            names = ", ".join(self.pools)
-            raise ArgumentError(f"name: there is no group {str(name)[:40]!r}: the groups are {names}")
+            names = f"the groups are {', '.join(self.pools)}" if self.pools else "no group has pages"
+            raise ArgumentError(f"name: there is no group {str(name)[:40]!r}: {names}")
         return self.pools[name]
 
     def __repr__(self) -> str:
@@ -240,6 +241,8 @@ class Pools:
         nothing that a running step reads is written. Then, with events, let `stream` wait for the steps that
         computed the sources of page copies, and the next step wait for `stream`. A delta with saves has to
         wait for the step before it, whose states it reads. Thread-safe.
+
+        If the call is interrupted, or the device runs out of memory, apply the same delta again.
 
         Cost: on CUDA one asynchronous copy of the delta, one launch for all table writes, one for each of
         saves, restores, resets and copies of states, for all rows and layers, and one per group with page
@@ -284,8 +287,9 @@ class Pools:
         assert self.states is not None
         assert self.checkpoints is not None
         regions, checkpoints = self.states.regions(), self.checkpoints.tensor
-        if saves[-1]:
+        if saves[-1] and self._saved_step != self._step + 1:
             kernels.save_states(sent, *saves, regions, checkpoints)
+        self._saved_step = self._step + 1  # from here on, rows may have other states
         if restores[-1]:
             kernels.restore_states(sent, *restores, regions, checkpoints)
         if resets[-1]:
@@ -349,7 +353,7 @@ class Pools:
         ArgumentError.
         """
         with self._lock:
-            self._step, self._applied = number(step, "step"), None
+            self._step, self._saved_step, self._applied = number(step, "step"), 0, None
 
     def tensors(self) -> list[torch.Tensor]:
         """Return every tensor on the device: pages, states, checkpoints, tables, buffers of batches."""
