@@ -74,6 +74,7 @@ class CheckpointOrder {
 
   int64_t size() const { return first_.size() + second_.size(); }
   bool contains(int32_t id) const { return first_.contains(id) || second_.contains(id); }
+  bool has_second() const { return second_.size() > 0; }
   CheckpointKind kind(int32_t id) const { return entries_[id].kind; }
   bool is_second(int32_t id) const { return second_.contains(id); }
 

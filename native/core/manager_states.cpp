@@ -94,8 +94,9 @@ void Manager::require_settled(int64_t number, const char* what) const {
 int64_t Manager::last_planned(int64_t number, int64_t length) const {
   const Request& request = this->request(number);
   int64_t last = 0;
+  const bool saves_intervals = checkpoint_ids_.num_free() > 0 || order_.has_second();
   for (const Cut& cut : request.cuts) {
-    if (cut.length <= length) {
+    if (cut.length <= length && (saves_intervals || cut.kind != CheckpointKind::kInterval)) {
       last = cut.length;
       break;
     }

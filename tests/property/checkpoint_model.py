@@ -32,6 +32,10 @@ class Checkpoints:
         self.contents: dict[int, int] = {}  # of each id in the tree
         self.saved = self.resumed = self.evicted = 0
 
+    @property
+    def saves_intervals(self) -> bool:
+        return self.num_free > 0 or any(it.is_second for it in self.kept.values())
+
     def before(self, key: int) -> int:
         """The checkpoint before it on its path, 0 if there is none."""
         key = self.parent(key)

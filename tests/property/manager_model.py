@@ -496,7 +496,14 @@ class Model:
             same = sum(a == b for a, b in zip(mine, theirs, strict=False))
             same -= same % self.resume_step
             if self.checkpoints is not None:
-                planned = [*row.cuts, *(save.length for save in row.saves if not save.is_rolling)]
+                planned = [
+                    *(
+                        at
+                        for at, kind in row.cuts.items()
+                        if kind != "interval" or self.checkpoints.saves_intervals
+                    ),
+                    *(save.length for save in row.saves if not save.is_rolling),
+                ]
                 same = max((at for at in planned if row.committed < at <= same), default=0)
             if same > length:
                 best, length = {number}, same

@@ -148,7 +148,7 @@ MISTAKES = [
     ),
     ("fuzz_memory", "core/manager_states.cpp", "restores_.add(number, match.length, match.state_id);", ""),
     ("fuzz_memory", "core/manager_states.cpp", "resets_.push_back(static_cast<int32_t>(number));", ""),
-    ("fuzz_memory", "core/manager_states.cpp", "request.saves.erase(own);", ""),
+    ("fuzz_memory", "core/manager_states.cpp", "saves.erase(own);", ""),
     ("fuzz_memory", "core/manager_states.cpp", "if (row.computed == row.committed) return;", "return;"),
     (
         "fuzz_memory",

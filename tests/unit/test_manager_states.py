@@ -488,6 +488,18 @@ def test_pending_names_lengths_where_a_save_is_planned():
     assert engine.manager.hit(tokens(30)) == 20
 
 
+def test_pending_names_no_interval_point_that_nothing_makes_room_for():
+    engine = Engine(checkpoints=2, interval=8)
+    for begin in (100, 200):
+        engine.serve(tokens(5, begin))
+    got = engine.admit(tokens(22))
+    assert got.cuts == (8, 16, 20)
+    assert engine.manager.pending(tokens(18)) is None
+    assert engine.manager.pending(tokens(30)) == (got.row, 20)  # the tail will take a document's
+    engine.step({got.row: 8})
+    assert engine.plan().saves[0].tolist() == []
+
+
 def test_a_save_that_was_left_out_is_not_pending():
     engine = Engine(checkpoints=1)
     a, b = engine.admit(tokens(10)), engine.admit(tokens(10, 50))
