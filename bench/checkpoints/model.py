@@ -20,6 +20,19 @@ NEAR_TOKENS = 1_024  # the match may end this much beyond a checkpoint for its r
 NEAR_PAGES = 64  # and this much for the request to make it a branch point
 
 
+def cuts_of(hit: int, last: int, interval: int, branch: int, tail: Kind) -> dict[int, Kind]:
+    """Return where a prefill that resumes at `hit` is saved: ascending lengths, and the kind of each.
+
+    These are the multiples of `interval`, `last`, its last resume point, and `branch`, where it parts from
+    others, or ends and others go on. All lengths are in one unit. An interval of 0 means no interval points;
+    a branch of 0, that it goes on where all others end.
+    """
+    kinds = dict.fromkeys(range(interval, last, interval), Kind.INTERVAL) if interval else {}
+    kinds[last] = tail
+    kinds[branch] = Kind.BRANCH
+    return {length: kinds[length] for length in sorted(kinds) if length > hit}
+
+
 @dataclass
 class Outcome:
     """What became of one request, in tokens."""
@@ -103,16 +116,10 @@ class Model:
             self.order.resume(
                 id, self._gap(id), further * page <= NEAR_TOKENS, parts and further <= NEAR_PAGES
             )
-        kinds = {}
         tail = Kind.CONTINUED if path.found and not path.goes_on else Kind.FRESH
-        if self.order.saves_intervals:
-            step = max(1, INTERVAL // page)
-            kinds = dict.fromkeys(range((hit // step + 1) * step, path.last, step), Kind.INTERVAL)
-        if path.last > hit:
-            kinds[path.last] = tail
-        if path.found > hit and path.goes_on:  # it parts from others there, or ends and others go on
-            kinds[path.found] = Kind.BRANCH
-        cuts = tuple(length * page for length in sorted(kinds))
+        interval = max(1, INTERVAL // page) if self.order.saves_intervals else 0
+        kinds = cuts_of(hit, path.last, interval, path.found if path.goes_on else 0, tail)
+        cuts = tuple(length * page for length in kinds)
         outcome = Outcome(hit * page, cuts)
         lengths = stops(hit * page, cuts, path.prompt_tokens, path.total_tokens, self.paths.chunk, page)
         return _Row(path, kinds, tail, outcome, lengths)

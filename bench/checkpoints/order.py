@@ -127,6 +127,10 @@ class Rule:
         entry = self._entries[id]
         return None if entry.is_second else entry.kind in TAILS
 
+    def remove(self, id: int) -> None:
+        """Its pages were evicted, and it with them."""
+        del self._entries[id]
+
     def give_up(self, also_first: bool, gap: Callable[[int], int]) -> int:
         # One in turn, since those whose worth fell would not come up.
         self._hand = self._hand % self._num_ids + 1
@@ -163,18 +167,23 @@ class Rule:
     def _list(self, id: int, gap: int, is_second: bool) -> None:
         self._entries[id].is_second = is_second
         self._clock += 1
-        self._entries[id].key = (0.0, self._clock)
-        self._update(id, gap)
+        self._set_key(id, self._worth(id, gap), self._clock)
 
     def _update(self, id: int, gap: int) -> None:
         entry = self._entries[id]
-        if self._saves - entry.used > self.lifetime * self._num_ids:
-            entry.is_second, worth = True, -1.0
-        elif entry.is_second:
-            worth = float(gap.bit_length() - 1)
-        else:
-            worth = entry.inflation + self._resumed[entry.kind] / self._saved[entry.kind] * gap
-        entry.key = (worth, entry.key[1])
+        is_old = self._saves - entry.used > self.lifetime * self._num_ids
+        entry.is_second = entry.is_second or is_old
+        self._set_key(id, -1.0 if is_old else self._worth(id, gap), entry.key[1])
+
+    def _worth(self, id: int, gap: int) -> float:
+        entry = self._entries[id]
+        if entry.is_second:
+            return float(gap.bit_length() - 1)
+        return entry.inflation + self._resumed[entry.kind] / self._saved[entry.kind] * gap
+
+    def _set_key(self, id: int, worth: float, order: int) -> None:
+        entry = self._entries[id]
+        entry.key = (worth, order)
         heapq.heappush(self._heaps[entry.is_second], (entry.key, id))
 
     def _first(self, is_second: bool) -> int:

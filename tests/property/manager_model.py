@@ -9,6 +9,8 @@ With states a hit also needs a checkpoint, and the model knows which ones there 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from bench.checkpoints.model import NEAR_PAGES, NEAR_TOKENS, cuts_of
+from bench.checkpoints.order import Kind
 from property.checkpoint_model import Checkpoints, Save
 
 Ranges = list[tuple[int, int, bytes]]
@@ -68,10 +70,10 @@ class RowModel:
     is_fork: bool = False
     duplicates: set[int] = field(default_factory=set)  # pages of its path of which it has its own copy
     is_bad: bool = False  # depends on pages that were invalidated
-    cuts: dict[int, str] = field(default_factory=dict)  # where to save its prefill: the kind of checkpoint
+    cuts: dict[int, Kind] = field(default_factory=dict)  # where to save its prefill: the kind of checkpoint
     saves: list[Save] = field(default_factory=list)
     prompt_length: int = 0  # beyond it, it decodes
-    is_continued: bool = False  # it goes on where another path ended
+    tail: Kind = Kind.FRESH  # the kind of its tails; continued if it goes on where another path ended
 
     @property
     def computed(self) -> int:
@@ -106,6 +108,8 @@ class Model:
     rows: dict[int, RowModel] = field(default_factory=dict)
     cached: dict[int, CachedPage] = field(default_factory=dict)
     waiting: list[Waiting] = field(default_factory=list)
+    given: dict[int, set[int]] = field(default_factory=dict)  # a group: pages of nobody's row
+    taken_back: list[tuple[int, int, int]] = field(default_factory=list)  # such pages: fence, group, number
     step: int = 1
     passed: int = 0
     clock: int = 0
@@ -146,9 +150,10 @@ class Model:
         n = self.columns(g)
         leased = len({key for row in self.rows.values() for key in row.path}) * n
         evictable = sum(page.num_leases == 0 for page in self.cached.values()) * n
-        running = sum(self.own(row, g) for row in self.rows.values())
+        running = sum(self.own(row, g) for row in self.rows.values()) + len(self.given.get(g, ()))
         # What only rows that ended have leased waits as what was theirs alone.
         waiting = sum(it.own[g] for it in self.waiting) + len(self.cached) * n - leased - evictable
+        waiting += sum(num_pages for _, which, num_pages in self.taken_back if which == g)
         return (
             self.groups[g].total - evictable - leased - running - waiting,
             evictable,
@@ -201,17 +206,13 @@ class Model:
             path.pop()
         return path
 
-    def cuts(self, length: int, hit: int, branch: int | None) -> dict[int, str]:
-        """Where a prompt that is stored should be saved: lengths and kinds, ascending. `branch`: where it
-        parts from others, or ends and others go on."""
+    def cuts(self, length: int, hit: int, branch: int, tail: Kind) -> dict[int, Kind]:
+        """Where a prompt that is stored should be saved. `branch`: where it parts from
+        others, or ends and others go on; 0: nowhere."""
         if self.checkpoints is None or self.checkpoints.total == 0:
             return {}
-        last, step = (length - 1) // self.resume_step * self.resume_step, self.checkpoints.interval
-        cuts = dict.fromkeys(range(step, last, step), "interval")
-        cuts[last] = "tail"
-        if branch is not None:
-            cuts[branch] = "branch"
-        return {at: cuts[at] for at in sorted(cuts) if at > hit}
+        last = (length - 1) // self.resume_step * self.resume_step
+        return cuts_of(hit, last, self.checkpoints.interval, branch, tail)
 
     def start_state(self, row: RowModel, hit: int, found: list[int], goes_on: bool, most: int) -> None:
         """What a row that is admitted finds: pages as `found`, with others behind them if the path goes on,
@@ -220,12 +221,12 @@ class Model:
             return
         end = len(found) * self.resume_step
         parts = goes_on and len(found) < most // self.resume_step
-        row.is_continued = end > 0 and not goes_on
+        row.tail = Kind.CONTINUED if end > 0 and not goes_on else Kind.FRESH
         if row.is_stored:
             is_repeat = goes_on and end >= (len(row.prompt) - 1) // self.resume_step * self.resume_step
-            row.cuts = self.cuts(len(row.prompt), hit, end if parts or is_repeat else None)
+            row.cuts = self.cuts(len(row.prompt), hit, end if parts or is_repeat else 0, row.tail)
         if hit:
-            is_near, is_close = end - hit <= 1024, (end - hit) // self.resume_step <= 64
+            is_near, is_close = end - hit <= NEAR_TOKENS, (end - hit) // self.resume_step <= NEAR_PAGES
             self.checkpoints.resume(found[hit // self.resume_step - 1], is_near, parts and is_close)
 
     def admission(self, path: list[int], target: int) -> tuple[list[int], int]:
@@ -349,10 +350,8 @@ class Model:
         is_rolling = kind is None and row.computed > row.prompt_length
         if not row.is_stored or row.computed % self.resume_step or (kind is None and not is_rolling):
             return
-        if kind not in ("branch", "interval"):
-            kind = "continued" if row.is_continued else "fresh"
         assert self.checkpoints is not None
-        save = Save(row.computed, kind, is_rolling)
+        save = Save(row.computed, row.tail if kind is None else kind, is_rolling)
         if is_rolling and not any(it.is_rolling for it in row.saves):  # it will supersede the prompt's tail
             self.checkpoints.supersede(
                 next((key for key in row.path[::-1] if key in self.checkpoints.kept), 0)
@@ -376,7 +375,7 @@ class Model:
                 continue
             row.saves.remove(save)
             if save.is_rolling:
-                self.checkpoints.num_held -= 1
+                self.checkpoints.free.add(save.id)
             else:
                 self.checkpoints.keep(row.path[save.length // self.resume_step - 1], save)
 
@@ -399,7 +398,7 @@ class Model:
         own = [self.own(row, g) for g in range(len(self.groups))]
         if self.is_exact and self.checkpoints is not None:
             kept = self.last_rolling(row)
-            self.checkpoints.num_held -= sum(save is not kept for save in row.saves)
+            self.checkpoints.free |= {save.id for save in row.saves if save is not kept}
             if kept is not None:
                 self.checkpoints.keep(row.path[kept.length // self.resume_step - 1], kept)
         last = self.step if row.named == self.step else self.step - 1
@@ -433,7 +432,7 @@ class Model:
                 self.step,
                 is_fork=True,
                 prompt_length=parent.committed,
-                is_continued=parent.is_continued,
+                tail=parent.tail,
             )
 
     def fork_needs(self, number: int, n: int) -> list[int]:
@@ -448,6 +447,7 @@ class Model:
 
     def pass_fence(self, fence: int) -> None:
         self.passed = max(self.passed, fence)
+        self.taken_back = [it for it in self.taken_back if it[0] > self.passed]
         gone = sorted((it for it in self.waiting if it.fence <= fence), key=lambda it: it.fence)
         self.waiting = [it for it in self.waiting if it.fence > fence]
         for waiting in gone:
@@ -460,6 +460,30 @@ class Model:
                 page.used = self.clock if page.num_leases == 0 else page.used
         for row in self.rows.values() if gone else ():
             self.exchange(row)
+
+    # Pages by number
+
+    def make_room_in(self, g: int, n: int) -> None:
+        if self.is_exact:
+            self.make_room([n if which == g else 0 for which in range(len(self.groups))])
+
+    def extend(self, number: int, g: int, n: int) -> None:
+        self.make_room_in(g, n)
+        row = self.rows[number]
+        row.ends[g] += n
+        row.named = self.step if n else row.named
+
+    def spare(self, number: int, g: int) -> int:
+        """Pages behind what a row reserved."""
+        return self.rows[number].ends[g] - self.groups[g].pages_for(self.rows[number].reserved)
+
+    def alloc_pages(self, g: int, page_ids: set[int]) -> None:
+        self.given.setdefault(g, set()).update(page_ids)
+
+    def free_pages(self, g: int, page_ids: set[int]) -> None:
+        self.given[g] -= page_ids
+        if self.step - 1 > self.passed:
+            self.taken_back.append((self.step - 1, g, len(page_ids)))
 
     # What others compute
 
@@ -478,7 +502,7 @@ class Model:
                     *(
                         at
                         for at, kind in row.cuts.items()
-                        if kind != "interval" or self.checkpoints.saves_intervals
+                        if kind != Kind.INTERVAL or self.checkpoints.saves_intervals
                     ),
                     *(save.length for save in row.saves if not save.is_rolling),
                 ]

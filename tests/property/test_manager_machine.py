@@ -272,12 +272,12 @@ class ManagerMachine(RuleBasedStateMachine):
             assert got.cuts == tuple(row.cuts)
             return
         # Where pages matched further than checkpoints is not known.
-        few = set(model.cuts(len(row.prompt), got.hit, None)) if row.is_stored else set()
+        few = set(model.cuts(len(row.prompt), got.hit, 0, row.tail)) if row.is_stored else set()
         more = set(got.cuts) - few
         assert sorted(few | more) == list(got.cuts)
         assert len(more) <= (len(few) > 0)
         assert all(got.hit < length <= most and length % self.size == 0 for length in more)
-        row.cuts = dict.fromkeys(got.cuts, "")
+        row.cuts = dict.fromkeys(got.cuts, row.tail)
 
     def is_to_come(self, found: Any) -> None:
         """Whoever waits for that row gets more than would hit now: it has not committed all of it."""
@@ -444,6 +444,95 @@ class ManagerMachine(RuleBasedStateMachine):
             self.expect(child, row, [0] * len(model.groups), row.committed)
             self.sources[child] = self.sources.get(number, number)
 
+    # Pages by number
+
+    def a_group(self, data: st.DataObject) -> tuple[int, GroupModel]:
+        g = data.draw(st.integers(0, len(self.model.groups) - 1))
+        return g, self.model.groups[g]
+
+    def room(self, g: int) -> int:
+        group = self.manager.stats().groups[g]
+        return group.free + group.evictable
+
+    @precondition(lambda self: self.model.rows and self.model.groups)
+    @rule(data=st.data(), n=st.sampled_from([1, 2, 0, 3]))
+    def extend(self, data: st.DataObject, n: int) -> None:
+        """A row gets pages ahead of what it reserves."""
+        model, manager, number = self.model, self.manager, self.a_row(data)
+        g, group = self.a_group(data)
+        row = model.rows[number]
+        begins = list(row.ends)
+        if row.ends[g] + n > group.pages_for(model.max_tokens):
+            self.fails(ArgumentError, lambda: manager.extend(number, group.name, n), "more")
+            return
+        if n > self.room(g):
+            self.fails(CapacityError, lambda: manager.extend(number, group.name, n), "pages of group")
+            return
+        ids = manager.extend(number, group.name, n).tolist()
+        model.extend(number, g, n)
+        assert len(ids) == n
+        assert manager.page_ids(number, group.name).tolist()[-n:] == ids or n == 0
+        self.expect(number, row, begins, 0)
+
+    @precondition(lambda self: self.model.rows and self.model.groups)
+    @rule(data=st.data(), is_idle=st.integers(0, 2))
+    def trim(self, data: st.DataObject, is_idle: int) -> None:
+        """What is behind a row's reserved tokens can be taken back while nothing may use it."""
+        if is_idle:
+            self.extend(data, is_idle)
+            self.run_step(data)
+            self.passed = self.model.step - 1
+            self.passes(self.passed)
+        model, manager = self.model, self.manager
+        places = [(number, g) for number in sorted(model.rows) for g in range(len(model.groups))]
+        places = [it for it in places if model.spare(*it)] or places
+        number, g = data.draw(st.sampled_from(places))
+        group, spare = model.groups[g], model.spare(number, g)
+        n = data.draw(st.sampled_from([spare, spare // 2, spare + 1]))
+        refusals = {
+            "cannot take back": n > spare,
+            "plan first": model.rows[number].named == model.step,
+            "may still be running": self.passed < model.step - 1,
+        }
+        refusal = next((words for words, is_so in refusals.items() if is_so), None)
+        if refusal is not None:
+            self.fails(ArgumentError, lambda: manager.trim(number, group.name, n), refusal)
+            return
+        before = manager.stats().groups[g].free
+        manager.trim(number, group.name, n)
+        model.rows[number].ends[g] -= n
+        assert manager.stats().groups[g].free == before + n
+
+    @precondition(lambda self: self.model.groups and sum(map(len, self.model.given.values())) < 4)
+    @rule(data=st.data(), n=st.sampled_from([1, 2, 0, 3]))
+    def alloc_pages(self, data: st.DataObject, n: int) -> None:
+        """Pages of nobody's row: the caller writes to them at once, and nobody else until they are freed."""
+        g, group = self.a_group(data)
+        if n > self.room(g):
+            self.fails(CapacityError, lambda: self.manager.alloc_pages(group.name, n), "pages of group")
+            return
+        self.model.make_room_in(g, n)
+        ids = self.manager.alloc_pages(group.name, n).tolist()
+        assert len(set(ids)) == n
+        for earlier in self.device.in_flight.values():
+            assert not set(ids) & earlier[g], "a page was handed out that a step in flight may use"
+        self.device.memory[g][ids] = -2
+        self.model.alloc_pages(g, set(ids))
+
+    @precondition(lambda self: any(self.model.given.values()))
+    @rule(data=st.data(), is_meant=st.integers(0, 3))
+    def free_pages(self, data: st.DataObject, is_meant: int) -> None:
+        g = data.draw(st.sampled_from([g for g, ids in self.model.given.items() if ids]))
+        name, given = self.model.groups[g].name, self.model.given[g]
+        ids = data.draw(st.lists(st.sampled_from(sorted(given)), unique=True, min_size=1))
+        others = set(range(1, self.model.groups[g].total + 1)) - given
+        if not is_meant and others:
+            wrong = [*ids, data.draw(st.sampled_from(sorted(others)))]
+            self.fails(PagodaError, lambda: self.manager.free_pages(name, wrong))
+            return
+        self.manager.free_pages(name, ids)
+        self.model.free_pages(g, set(ids))
+
     # Steps
 
     @rule(data=st.data())
@@ -468,7 +557,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.says(delta, planned)
         self.says_states(delta)
         fresh = self.apply(delta)
-        touched: list[set[int]] = [set() for _ in model.groups]
+        touched = [set(model.given.get(g, ())) for g in range(len(model.groups))]
         for g, (sources, targets) in enumerate(delta.copies):
             assert not set(sources.tolist()) & (set(targets.tolist()) | fresh[g])
             touched[g] |= {*sources.tolist(), *targets.tolist()}
@@ -503,7 +592,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 model.plan_save(number)
         self.known_ids = self.tree_ids()
         if model.is_exact:
-            assert self.known_ids == {it.save.id for it in model.checkpoints.kept.values()}
+            assert self.known_ids == set(model.checkpoints.contents)
 
     def says_states(self, delta: Delta) -> None:
         """The delta has the saves of the last step, and the beginning of each row that came since."""
@@ -512,8 +601,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if model.is_exact:
             assert rows == [number for number, _ in model.to_save]
             assert lengths == [save.length for _, save in model.to_save]
-        for (_, save), id in zip(model.to_save, ids, strict=model.is_exact):
-            save.id = id
+            assert ids == [save.id for _, save in model.to_save]
         model.to_save.clear()
         assert len(set(ids)) == len(ids)
         for row, length, id in zip(rows, lengths, ids, strict=True):
@@ -565,6 +653,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def looks_right(self) -> None:
         model, device = self.model, self.device
+        for g, ids in model.given.items():
+            assert (device.memory[g][sorted(ids)] == -2).all(), "a row wrote to a page that is nobody's"
         for g, group in enumerate(model.groups):
             writable: dict[int, int] = {}
             for number, row in model.rows.items():
@@ -714,7 +804,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 saved = self.saved()
                 if saved is None or row.path[-1] in saved:
                     assert row.drops < model.contents.drops.get(row.space, 0) or found == len(prompt) - 1
-        device.memory[g][sorted(bad)] = -1
+        device.memory[g][sorted(bad - model.given.get(g, set()))] = -1
         model.is_blurred = True
 
     @precondition(lambda self: self.model.step > 6)
@@ -832,6 +922,9 @@ class ManagerMachine(RuleBasedStateMachine):
         manager.release(rows)
         for number in rows:
             model.release(number)
+        for g, ids in model.given.items():
+            manager.free_pages(model.groups[g].name, sorted(ids))
+            model.free_pages(g, set(ids))
         self.expected = set()
         manager.plan()
         self.passes(model.step)
