@@ -197,3 +197,18 @@ def test_a_row_resumes_from_a_checkpoint_over_shared_blocks(device: str) -> None
     found = run(again.row, [8], 32, torch.Generator().manual_seed(2))
     assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
     manager.check()
+
+
+def test_a_layer_without_pages_refuses_a_batch_of_another_layout():
+    """There is no group to compare, but the rows of other pools are other requests."""
+    layout = tiny().layout(SCHEDULE)
+    other = tiny().layout(SCHEDULE[:-1])
+    ours = Pools(layout, CAPACITY, **SIZES, device="cpu")
+    theirs = Pools(other, CAPACITY, **SIZES, device="cpu")
+    manager = Manager(other, CAPACITY, **SIZES)
+    delta = manager.plan(manager.admit(range(3)).row, 3)
+    theirs.apply(delta)
+    batch = theirs.batch(delta)
+    ring = next(layer for layer in map(ours.layer, range(len(SCHEDULE))) if layer.place is None)
+    with pytest.raises(ArgumentError, match=f"pools with another layout than layer {ring.number}"):
+        ring.at(batch)

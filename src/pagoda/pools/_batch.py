@@ -18,7 +18,7 @@ import torch
 from pagoda import kernels
 from pagoda._native import Rank
 from pagoda.errors import ArgumentError, ConfigError, InvariantError, StaleError
-from pagoda.layout import PagedGroup
+from pagoda.layout import Layout, PagedGroup
 from pagoda.layout._numbers import counted
 from pagoda.manager import Delta
 from pagoda.pools._arguments import filled, require_buffer
@@ -86,12 +86,14 @@ class BatchBuffers:
 
     def __init__(
         self,
+        layout: Layout,
         geometries: Sequence[Geometry],
         max_rows: int,
         max_tokens: int,
         device: torch.device,
         given: Mapping[str, torch.Tensor],
     ) -> None:
+        self.layout = layout
         self.geometries = {geometry.group.name: geometry for geometry in geometries}
         self.max_rows, self.max_tokens, self.device = max_rows, max_tokens, device
         names = [*SHARED, *(f"{group}.{name}" for group in self.geometries for name in PER_GROUP)]
@@ -365,6 +367,11 @@ class Batch(_Rows[torch.Tensor]):
         self.num_rows, self.num_tokens, self.step = num_rows, num_tokens, delta.step
         self._delta, self._rank, self._is_last = delta, rank, is_last
         self._fill = buffers.num_fills
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the pools."""
+        return self._buffers.layout
 
     @property
     def device(self) -> torch.device:

@@ -10,7 +10,7 @@ import torch
 
 from pagoda.errors import ArgumentError
 from pagoda.kernels.entries import Tokens
-from pagoda.layout import PagedGroup
+from pagoda.layout import Layout, PagedGroup
 from pagoda.pools._batch import Batch, GroupBatch
 from pagoda.pools._entries import EntryPool
 from pagoda.pools._kv import TokenPool
@@ -30,6 +30,7 @@ class Layer:
     [num_rows + 1, *shape] each; it is empty if the layer has none. The state of row r is state r.
     """
 
+    layout: Layout  # that of the pools
     number: int
     source: int
     # Group, pool and index there; None without pages.
@@ -92,11 +93,16 @@ class Layer:
         Errors: ArgumentError, also for a batch of pools with another layout, whose slots mean other places;
         StaleError for a batch whose buffers have been filled for another step.
         """
-        _require_current(batch)
-        part = batch[self.group.name]
-        if part.group is not self.group and part.group != self.group:
+        group = self.group
+        self._require(batch)
+        return batch[group.name]
+
+    def _require(self, batch: Batch) -> None:
+        if not isinstance(batch, Batch):
+            raise ArgumentError(f"batch: give what Pools.batch returned, not {type(batch).__name__}")
+        if batch.layout is not self.layout and batch.layout != self.layout:
             raise ArgumentError(f"batch: it is of pools with another layout than layer {self.number}")
-        return part
+        batch.require_current()
 
     def store(self, batch: Batch, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
         """Write the keys and values of a batch's tokens to their slots, in one launch.
@@ -123,10 +129,7 @@ class Layer:
         """
         if self.entries is None:
             raise ArgumentError(f"layer {self.number} has neither entries nor a window in a ring")
-        if self.place is not None:
-            self.part_of(batch)
-        else:
-            _require_current(batch)
+        self._require(batch)
         tokens = Tokens(batch.rows, batch.batch_indices, batch.positions)
         return LayerStep(self.entries, tokens, lambda: Known(*batch.longest))
 
@@ -139,9 +142,3 @@ class Layer:
         if self.state:
             found.append(f"state {', '.join(self.state)}")
         return f"Layer({self.number}: {', '.join(found)})"
-
-
-def _require_current(batch: Batch) -> None:
-    if not isinstance(batch, Batch):
-        raise ArgumentError(f"batch: give what Pools.batch returned, not {type(batch).__name__}")
-    batch.require_current()

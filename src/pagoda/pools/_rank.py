@@ -126,7 +126,7 @@ class Pools:
             }
         max_rows = self.num_rows if self.max_step_tokens else 0
         self._buffers = BatchBuffers(
-            geometries, max_rows, self.max_step_tokens, self.device, dict(buffers or {})
+            layout, geometries, max_rows, self.max_step_tokens, self.device, dict(buffers or {})
         )
         self._layers = [self._make_layer(number) for number in range(len(layout.layers))]
         self._at = self._addresses()
@@ -166,7 +166,7 @@ class Pools:
             state = self.states.layer(states.layers.index(layer))
         if place is None and not state:
             return None
-        return Layer(layer, source, place, state, self._entries_of(layer, place, state))
+        return Layer(self.layout, layer, source, place, state, self._entries_of(layer, place, state))
 
     def _entries_of(
         self,
