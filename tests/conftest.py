@@ -29,9 +29,13 @@ hypothesis.settings.load_profile("ci")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a CUDA device do not exist where there is none; `tests/gpu` is not even imported."""
+    """Tests that need a CUDA device do not exist where there is none; `tests/gpu` is not even imported.
+
+    Those that compile all kernels take minutes, and come first, so that no worker waits for them at the end.
+    """
     if not HAS_CUDA:
         items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+    items.sort(key=lambda item: "test_kernels_compile" not in item.nodeid)
 
 
 @pytest.fixture(autouse=True)

@@ -140,15 +140,7 @@ MISTAKES = [
         "static_cast<int32_t>(parent);\n  (void)copied;",
     ),
     ("fuzz_memory", "core/manager_states.cpp", "if (last != nullptr) keep(number, *last);", ""),
-    (
-        "fuzz_memory",
-        "core/manager_states.cpp",
-        "save.is_rolling && save.length <= row(number).committed && (last",
-        "save.is_rolling && (last",
-    ),
     ("fuzz_memory", "core/manager_states.cpp", "restores_.add(number, match.length, match.state_id);", ""),
-    ("fuzz_memory", "core/manager_states.cpp", "resets_.push_back(static_cast<int32_t>(number));", ""),
-    ("fuzz_memory", "core/manager_states.cpp", "saves.erase(own);", ""),
     ("fuzz_memory", "core/manager_states.cpp", "if (row.computed == row.committed) return;", "return;"),
     (
         "fuzz_memory",
@@ -156,23 +148,13 @@ MISTAKES = [
         "for (auto* each : {&saves_.rows, &saves_.lengths, &saves_.ids}) grow(*each, num_due);",
         "",
     ),
-    ("fuzz_memory", "core/manager_step.cpp", "  saves_.clear();", ""),
-    ("fuzz_memory", "core/manager_admit.cpp", "restores_.grow(1);", ""),
     ("fuzz_memory", "core/prefix_tree.cpp", "if (follows_states_) note_checkpoints(above, upper);", ""),
-    ("fuzz_memory", "core/prefix_tree.cpp", "if (follows_states_) note_checkpoints(above, lower);", ""),
-    (
-        "fuzz_memory",
-        "core/prefix_tree.cpp",
-        "if (at != all.end() && at->length == checkpoint.length) return false;",
-        "",
-    ),
     (
         "fuzz_memory",
         "core/prefix_tree.cpp",
         "for (auto& spare : spares_) spare.reserve(most_checkpoints_);",
         "",
     ),
-    ("fuzz_memory", "core/checkpoint_order.cpp", "sink(static_cast<size_t>(at_[last] - 1));", ""),
     ("fuzz_memory", "core/checkpoint_order.cpp", "  first_.remove(id);\n", ""),
 ]
 
