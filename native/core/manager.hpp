@@ -111,6 +111,11 @@ class Manager {
     int64_t max_hit = -1;  // the longest hit wanted; -1 for any
     bool read = true;      // cached pages are used
     bool store = true;     // what it commits is cached
+    // The longest hit it may have: at least one token is left to compute.
+    int64_t most_hit() const {
+      const int64_t most = read ? sequence.tokens.size - 1 : 0;
+      return max_hit < 0 ? most : std::min(most, max_hit);
+    }
   };
   struct Admitted {
     int64_t row, hit, reserved;

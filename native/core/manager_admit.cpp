@@ -28,10 +28,8 @@ Manager::Admission Manager::find_hit(const Prompt& prompt) {
     throw BadArgument("tokens: " + text(tokens.size) + " exceed max_tokens = " + text(max_tokens_) +
                       ": shorten the prompt");
   }
-  // At least one token is left to compute, so the last one is not matched. The match checks the tokens it covers.
-  int64_t most = prompt.read ? tokens.size - 1 : 0;
-  if (prompt.max_hit >= 0) most = std::min(most, prompt.max_hit);
-  require_tokens(tokens, most);
+  const int64_t most = prompt.most_hit();
+  require_tokens(tokens, most);  // the match checks the tokens it covers
   Admission plan;
   tree_.match({prompt.sequence.space, {tokens.data, most}, prompt.sequence.ranges}, plan.match, nullptr);
   const Match& match = plan.match;

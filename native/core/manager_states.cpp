@@ -19,9 +19,7 @@ bool is_tail(CheckpointKind kind) { return kind == CheckpointKind::kFresh || kin
 // ── where to save ───────────────────────────────────────────────────────────────────────────────────
 
 bool Manager::parts(const Prompt& prompt, const Match& match) const {
-  int64_t most = prompt.read ? prompt.sequence.tokens.size - 1 : 0;
-  if (prompt.max_hit >= 0) most = std::min(most, prompt.max_hit);
-  return match.goes_on && math_.page(match.found) < math_.page(most);
+  return match.goes_on && math_.page(match.found) < math_.page(prompt.most_hit());
 }
 
 std::vector<Manager::Cut> Manager::plan_cuts(const Prompt& prompt, const Match& match) const {
