@@ -2,7 +2,7 @@
 
 import torch
 
-from pagoda import Batch, CapacityError, FullAttention, Layout, Manager, Pools, paged_attention
+from pagoda import Batch, CapacityError, FullAttention, Layout, Manager, Pools, attention
 
 LAYERS, HEADS, DIM, VOCABULARY = 2, 4, 16, 64
 ROWS, BUDGET, LONGEST = 4, 24, 128  # requests at once, tokens per step, tokens of a request
@@ -26,7 +26,7 @@ def forward(tokens: torch.Tensor, pools: Pools, batch: Batch) -> torch.Tensor:
     for n in range(LAYERS):
         q, k, v = (x @ weights[n, i] for i in range(3))
         pools.layer(n).store(batch, k, v)
-        out = paged_attention(q.view(-1, HEADS, DIM), pools.layer(n), batch)
+        out = attention.paged(q.view(-1, HEADS, DIM), pools.layer(n), batch)
         x = x + out.flatten(1) @ weights[n, 3]
     return x[batch.query_start_loc[1:].long() - 1] @ unembed.T
 

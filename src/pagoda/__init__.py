@@ -25,7 +25,6 @@ if _TYPE_CHECKING:
     from pagoda import models as models
     from pagoda import pools as pools
     from pagoda import tree as tree
-    from pagoda.attention import paged_attention
     from pagoda.errors import CapacityError, ConfigError, PagodaError, UsageError
     from pagoda.ids import FreeList
     from pagoda.layout import (
@@ -85,11 +84,10 @@ __all__ = [
     "from_hf",
     "model_config",
     "model_names",
-    "paged_attention",
 ]
 
 _NAMES = {
-    "attention": "paged_attention",
+    "attention": "",
     "compat": "",
     "errors": "CapacityError ConfigError PagodaError UsageError",
     "hf": "",

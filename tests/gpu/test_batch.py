@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench.measure import no_waiting
-from pagoda.attention import paged_attention
+from pagoda.attention import paged
 from pagoda.errors import CaptureError
 from pagoda.layout import FullAttention, Layout, WindowAttention
 from pagoda.manager import Delta
@@ -137,7 +137,7 @@ def test_a_step_is_stored_in_a_graph_and_read_outside_of_it():
         k.normal_()
         v.normal_()
         graph.replay()
-        out = paged_attention(torch.randn(40, 4, 16, device="cuda"), layer, batch)
+        out = paged(torch.randn(40, 4, 16, device="cuda"), layer, batch)
         if length == 40:  # the first token of a request reads only itself
             torch.testing.assert_close(out[0], v[0].bfloat16().float().repeat_interleave(2, 0))
         slots = batch["full"].slot_mapping[:40]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda.attention import hnd_pages, nhd_pages, paged_attention
+from pagoda.attention import hnd_pages, nhd_pages, paged
 from pagoda.errors import ArgumentError, ConfigError, InvariantError, OutOfRangeError, StaleError
 from pagoda.layout import (
     FullAttention,
@@ -792,7 +792,7 @@ def test_a_batch_is_refused_once_its_buffers_are_about_another_step():
     stale = case.pools.batch(case.delta)
     batch = case.pools.batch(case.delta, pad_to=(2, 6))
     before = layer.keys.clone()
-    for call in (lambda: layer.store(stale, new, new), lambda: paged_attention(new, layer, stale)):
+    for call in (lambda: layer.store(stale, new, new), lambda: paged(new, layer, stale)):
         with pytest.raises(StaleError, match=r"Pools\.batch was called again since"):
             call()
     assert torch.equal(layer.keys, before)
@@ -816,7 +816,7 @@ def test_a_batch_of_pools_with_another_layout_is_refused():
         (batch.host, "batch: give what Pools.batch returned, not HostBatch"),
         (None, "batch: give what Pools.batch returned, not NoneType"),
     ):
-        for call in (lambda: layer.store(wrong, new, new), lambda: paged_attention(new, layer, wrong)):  # noqa: B023
+        for call in (lambda: layer.store(wrong, new, new), lambda: paged(new, layer, wrong)):  # noqa: B023
             with pytest.raises(ArgumentError, match=said):
                 call()
     assert not layer.keys.any()

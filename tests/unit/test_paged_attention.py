@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda.attention import _paged as paged
-from pagoda.attention import nhd_pages, paged_attention
+from pagoda.attention import nhd_pages, paged
 from pagoda.errors import ArgumentError
 from pagoda.layout import FullAttention, LatentAttention, Layout, WindowAttention, latent
 from pagoda.pools import GroupBatch, Pools
@@ -114,7 +113,7 @@ class Case:
 
     def attend(self, queries: torch.Tensor | None = None) -> torch.Tensor:
         model = self.model
-        return paged_attention(
+        return paged(
             (self.queries if queries is None else queries).to(self.pool.device),
             self.layer,
             self.batch,
@@ -246,7 +245,7 @@ def test_the_answer_has_the_dtype_of_the_queries(dtype: torch.dtype):
 def test_long_prefills_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch):
     case = Case(Model(window=7, has_sinks=True), MIXED)
     whole = case.attend()
-    monkeypatch.setattr(paged, "_LOGITS", 1)
+    monkeypatch.setattr(_reference, "_LOGITS", 1)
     torch.testing.assert_close(case.attend(), whole)
 
 
@@ -370,7 +369,7 @@ def test_bad_input_is_refused():
     ]
     for positional, named, match in calls:
         with pytest.raises(ArgumentError, match=match):
-            paged_attention(*positional, **named)
+            paged(*positional, **named)
     latents = Case(SHAPES["latent"], [(5, 2)])
     with pytest.raises(ArgumentError, match="scale: give one for latent attention"):
-        paged_attention(latents.queries, latents.layer, latents.batch)
+        paged(latents.queries, latents.layer, latents.batch)
