@@ -12,6 +12,7 @@ NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);
   init_arrays();
   init_errors();
+  bind_attention(m);
   bind_free_list(m);
   bind_prefix_tree(m);
   bind_manager(m);

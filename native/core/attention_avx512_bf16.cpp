@@ -1,0 +1,12 @@
+#define PAGODA_BF16_DOT
+#define PAGODA_LANES 16
+#define PAGODA_ROWS 6
+#define PAGODA_VECTORS 4
+#include "core/attention_kernels.hpp"
+
+namespace pagoda {
+
+extern const AttentionKernels kAttentionAvx512Bf16;
+const AttentionKernels kAttentionAvx512Bf16{"avx512_bf16", state_floats, scratch_floats, compute, finish};
+
+}  // namespace pagoda
