@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-HOST = ["ids", "arrays", "tree", "manager", "checkpoints", "gather", "hf"]
+HOST = ["ids", "arrays", "tree", "manager", "checkpoints", "gather", "attention_cpu", "hf"]
 GPU = ["store", "pack", "states", "staging", "delta", "hybrid"]
 
 

@@ -20,12 +20,13 @@ extern const AttentionKernels kAttentionAvx2, kAttentionAvx512, kAttentionAvx512
 
 namespace {
 
-constexpr int64_t kTileRows = 192;     // (query, head) pairs of a tile
-constexpr int64_t kBlock = 64;         // parts begin at multiples of it, from the tile's first key
-constexpr int64_t kParts = 128;        // aim of parts in a call
-constexpr int64_t kSmallPart = 512;    // the fewest keys of a part, for tiles of few queries
-constexpr int64_t kLargePart = 2'048;  // and for tiles of many, which rarely need to be cut
-constexpr int64_t kFewRows = 16;
+constexpr int64_t kTileRows = 192;          // (query, head) pairs of a tile
+constexpr int64_t kBlock = 64;              // parts begin at multiples of it, from the tile's first key
+constexpr int64_t kParts = 128;             // aim of parts in a call
+constexpr int64_t kSmallPart = 512;         // the fewest keys of a part, for tiles of few queries
+constexpr int64_t kLargePart = 2'048;       // and for tiles of many, which rarely need to be cut
+constexpr int64_t kFewRows = 8;             // (query, head) pairs of a KV head in a tile of few queries
+constexpr int64_t kBlockBytes = 256 << 10;  // the most bytes of a block of keys and values of such a tile
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -66,11 +67,13 @@ struct Plan {
   std::vector<Work> works;
   std::vector<Part> parts;
   int64_t state_floats = 0;
-  int64_t max_queries = 1;
+  int64_t thread_floats = 0;
 };
 
 void add_tiles(const Attention& call, std::vector<Work>& works) {
   const int64_t most = std::max<int64_t>(1, kTileRows / call.group_heads());
+  const int64_t head_bytes = kBlock * (call.k_dim + call.v_dim) * (call.is_bfloat16 ? 2 : 4);
+  const int64_t kv_heads = std::max<int64_t>(1, kBlockBytes / head_bytes);
   for (int64_t row = 0; row < call.num_rows; ++row) {
     const int64_t first = call.starts[row], end = call.starts[row + 1];
     if (first < 0 || end > call.num_tokens || first >= end) continue;
@@ -81,8 +84,10 @@ void add_tiles(const Attention& call, std::vector<Work>& works) {
       const int64_t from = first + i * most, n = std::min(most, end - from), at = position + (from - first);
       const int64_t last = std::min(length, at + n);
       const int64_t begin = call.window > 0 ? std::max<int64_t>(0, at - call.window + 1) : 0;
-      for (int64_t head = 0; head < call.kv_heads; ++head) {
-        works.push_back({{row, head, from, n, at, begin, std::max(begin, last)}, 1, 0});
+      const int64_t step = n * call.group_heads() <= kFewRows ? kv_heads : 1;
+      for (int64_t head = 0; head < call.kv_heads; head += step) {
+        const int64_t num = std::min(step, call.kv_heads - head);
+        works.push_back({{row, head, num, from, n, at, begin, std::max(begin, last)}, 1, 0});
       }
     }
   }
@@ -109,9 +114,11 @@ Plan plan(const Attention& call, const AttentionKernels& kernels) {
     }
     if (work.num_parts > 1) {
       work.states = made.state_floats;
-      made.state_floats += work.num_parts * kernels.state_floats(call, tile.num_queries);
+      made.state_floats += work.num_parts * kernels.state_floats(call, tile.num_queries, tile.num_kv_heads);
     }
-    made.max_queries = std::max(made.max_queries, tile.num_queries);
+    made.thread_floats =
+        std::max(made.thread_floats, kernels.state_floats(call, tile.num_queries, tile.num_kv_heads) +
+                                         kernels.scratch_floats(call, tile.num_queries, tile.num_kv_heads));
   }
   return made;
 }
@@ -131,7 +138,7 @@ struct Run {
     for (int64_t i; (i = next_part.fetch_add(1)) < n;) {
       const Part& part = plan.parts[static_cast<size_t>(i)];
       const Work& of = plan.works[static_cast<size_t>(part.work)];
-      const int64_t floats = kernels.state_floats(call, part.tile.num_queries);
+      const int64_t floats = kernels.state_floats(call, part.tile.num_queries, part.tile.num_kv_heads);
       const bool is_whole = of.num_parts == 1;
       float* all = is_whole ? own : states + of.states;
       kernels.compute(call, part.tile, own + floats, all + part.part * floats);
@@ -198,10 +205,9 @@ void attend(const Attention& call, int64_t num_threads, const char* level) {
   const AttentionKernels& kernels = level_named(level);
   const Plan made = plan(call, kernels);
   const int64_t threads = std::max<int64_t>(1, std::min(num_threads, static_cast<int64_t>(made.parts.size())));
-  const int64_t floats = kernels.state_floats(call, made.max_queries) + kernels.scratch_floats(call, made.max_queries);
   thread_local Memory memory;
-  float* states = memory.get(made.state_floats + threads * floats);
-  Run run{call, kernels, made, states, states + made.state_floats, floats, nullptr};
+  float* states = memory.get(made.state_floats + threads * made.thread_floats);
+  Run run{call, kernels, made, states, states + made.state_floats, made.thread_floats, nullptr};
   run.left = std::make_unique<std::atomic<int64_t>[]>(made.works.size());
   for (size_t i = 0; i < made.works.size(); ++i) run.left[i] = made.works[i].num_parts;
   clear_padding(call);

@@ -1,7 +1,8 @@
 // Attention of a step's queries over the pages of a pool, on the CPU. In: addresses and shapes; out: outputs.
 //
 // A call is cut into tiles: some adjacent queries of one row, with all query heads of one KV head, so that keys and
-// values are read once for all of them. The keys of long tiles are cut into parts, whose results are merged by their
+// values are read once for all of them. Tiles of few queries, whose time is that of reading, have several KV heads, so
+// that memory is read in order. The keys of long tiles are cut into parts, whose results are merged by their
 // log-sum-exp. Tiles and parts depend on the call alone, and the order of every sum on the tile alone, so results do
 // not depend on the number of threads. Kernels exist once (attention_kernels.hpp) and are compiled for several
 // instruction sets, of which the best that the machine has is used.
@@ -35,9 +36,9 @@ struct Attention {
   int64_t group_heads() const { return heads / kv_heads; }
 };
 
-// Queries [first, first + num_queries) of a row with the heads of one KV head, over keys [begin, end).
+// Queries [first, first + num_queries) of a row with the query heads of some KV heads, over keys [begin, end).
 struct AttentionTile {
-  int64_t row, kv_head;
+  int64_t row, kv_head, num_kv_heads;
   int64_t first, num_queries;  // tokens of the step
   int64_t position;            // of the first query
   int64_t begin, end;
@@ -47,8 +48,8 @@ struct AttentionTile {
 struct AttentionKernels {
   const char* name;
   // Floats of a state, and of the memory that a thread works in. Both are multiples of 16.
-  int64_t (*state_floats)(const Attention&, int64_t num_queries);
-  int64_t (*scratch_floats)(const Attention&, int64_t max_queries);
+  int64_t (*state_floats)(const Attention&, int64_t num_queries, int64_t num_kv_heads);
+  int64_t (*scratch_floats)(const Attention&, int64_t num_queries, int64_t num_kv_heads);
   // Compute a part: `state` is written. Memory is aligned to 64 bytes.
   void (*compute)(const Attention&, const AttentionTile&, float* scratch, float* state);
   // Merge the states of a tile's parts, which lie one after the other, and write its outputs.

@@ -247,36 +247,40 @@ struct State {
 template <typename T>
 struct Scratch {
   float* query;   // [rows, k]
+  T* raw_query;   // [rows, k] as they are given, padded
   float* logits;  // [kRows, kKeys]
   float* keys;    // [kKeys / kPanel, k, kPanel]: panels of keys, transposed
   float* values;  // [kKeys, v]
   T* stage_k;     // [kKeys, k]
   T* stage_v;     // [kKeys, v]
-  T* zeros;       // [max(k, v)]
-  float* row;     // [max(k, v)]
+  T* zeros;       // a token without keys and values, of all KV heads of the tile
+  float* row;     // [v]
   int64_t floats;
 
-  Scratch(float* at, const Sizes<T>& sizes, int64_t rows) {
+  Scratch(float* at, const Attention& call, const Sizes<T>& sizes, int64_t num_queries, int64_t kv_heads) {
     float* const begin = at;
     const auto take = [&](int64_t n) {
       float* const taken = at;
       at += round_up(n, kAlign);
       return taken;
     };
-    const int64_t wide = most(sizes.k, sizes.v);
-    query = take(rows * sizes.k);
+    const int64_t rows = num_queries * call.group_heads();
+    const bool is_packed = rows > kDotTile;
+    query = take(kv_heads * rows * sizes.k);
+    raw_query = reinterpret_cast<T*>(take(kv_heads * rows * sizes.k));
     logits = take(kRows * kKeys);
-    keys = take(rows > kDotTile ? kKeys * sizes.k : 0);
-    values = take(rows > kDotTile ? kKeys * sizes.v : 0);
+    keys = take(is_packed ? kKeys * sizes.k : 0);
+    values = take(is_packed ? kKeys * sizes.v : 0);
     stage_k = reinterpret_cast<T*>(take(sizes.is_direct_k ? 0 : kKeys * sizes.k));
     stage_v = reinterpret_cast<T*>(take(sizes.is_direct_v ? 0 : kKeys * sizes.v));
-    zeros = reinterpret_cast<T*>(take(wide));
-    row = take(wide);
+    zeros = reinterpret_cast<T*>(take(kv_heads * most(sizes.k, sizes.v)));
+    row = take(sizes.v);
     floats = at - begin;
   }
 };
 
-// A block of keys: where each lies. Keys that are not there are rows of zeros, and are marked.
+// A block of keys: where each token lies, from the tile's first KV head on. Tokens that are not there are zeros, and
+// are marked.
 template <typename T>
 struct Block {
   const T* k[kKeys];
@@ -287,17 +291,18 @@ struct Block {
 };
 
 template <typename T>
-void find_rows(const Attention& call, const AttentionTile& tile, const Sizes<T>& sizes, Scratch<T>& scratch,
-               Block<T>& block) {
+void find_rows(const Attention& call, const AttentionTile& tile, const T* zeros, int64_t begin, Block<T>& block) {
   const int32_t* table = call.page_table + tile.row * call.table_width;
   const int64_t k_stride = call.kv_heads * call.k_dim;
   const bool is_latent = call.values == nullptr;
   const int64_t v_stride = is_latent ? k_stride : call.kv_heads * call.v_dim;
   const T* k_head = static_cast<const T*>(call.keys) + tile.kv_head * call.k_dim;
   const T* v_head = is_latent ? k_head : static_cast<const T*>(call.values) + tile.kv_head * call.v_dim;
+  block.begin = begin;
+  block.n = most(0, least(kKeys, tile.end - begin));
   block.has_absent = false;
   for (int64_t i = 0; i < block.n;) {
-    const int64_t position = block.begin + i, column = position / call.page_tokens;
+    const int64_t position = begin + i, column = position / call.page_tokens;
     const int64_t offset = position - column * call.page_tokens, id = table[column];
     const int64_t end = least(block.n, i + call.page_tokens - offset);
     if (id > 0 && id < call.num_pages) {
@@ -310,40 +315,50 @@ void find_rows(const Attention& call, const AttentionTile& tile, const Sizes<T>&
     } else {
       block.has_absent = true;
       for (; i < end; ++i) {
-        block.k[i] = block.v[i] = scratch.zeros;
+        block.k[i] = block.v[i] = zeros;
         block.is_absent[i] = -1;
       }
     }
   }
-  if (!sizes.is_direct_k) {
-    for (int64_t i = 0; i < block.n; ++i) {
-      std::memcpy(scratch.stage_k + i * sizes.k, block.k[i], static_cast<size_t>(call.k_dim) * sizeof(T));
-      block.k[i] = scratch.stage_k + i * sizes.k;
-    }
-  }
-  if (!sizes.is_direct_v) {
-    for (int64_t i = 0; i < block.n; ++i) {
-      std::memcpy(scratch.stage_v + i * sizes.v, block.v[i], static_cast<size_t>(call.v_dim) * sizeof(T));
-      block.v[i] = scratch.stage_v + i * sizes.v;
-    }
-  }
-  const int64_t end = round_up(block.n, most(kPanel, kDotKeys));
-  for (int64_t i = block.n; i < end; ++i) {  // masked by the tile's end
-    block.k[i] = block.v[i] = scratch.zeros;
+  for (int64_t i = block.n; i < kKeys; ++i) {  // the tile's end masks them
+    block.k[i] = block.v[i] = zeros;
     block.is_absent[i] = -1;
   }
 }
 
+// Where one KV head's keys or values are: in the pool, or in `stage` if their rows are not whole units.
 template <typename T>
-void pack_keys(const Block<T>& block, int64_t k, float* keys) {
-  const int64_t end = round_up(block.n, kPanel);
+void select_head(const T* const* tokens, int64_t n, int64_t head, int64_t dim, int64_t padded, T* stage,
+                 const T** rows) {
+  const int64_t end = round_up(n, kPanel);
+  if (dim == padded) {
+    for (int64_t i = 0; i < end; ++i) rows[i] = tokens[i] + head * dim;
+  } else {
+    for (int64_t i = 0; i < end; ++i) {
+      rows[i] = stage + i * padded;
+      std::memcpy(stage + i * padded, tokens[i] + head * dim, static_cast<size_t>(dim) * sizeof(T));
+    }
+  }
+}
+
+// Ask for bytes ahead of their use, into the second-level cache. One read per line, between computations: reads into
+// the first level are too few at a time to keep memory busy (13 of 20 GB/s on a Zen 4 core), and many at once are lost.
+template <int64_t Bytes>
+inline void prefetch(const void* at) {
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < Bytes; i += 64) __builtin_prefetch(static_cast<const char*>(at) + i, 0, 2);
+}
+
+template <typename T>
+void pack_keys(const T* const* rows, int64_t n, int64_t k, float* keys) {
+  const int64_t end = round_up(n, kPanel);
   Vec v[Unit<T>::kNum][kLanes];
   for (int64_t i = 0; i < end; i += kLanes) {
     float* panel = keys + i / kPanel * (kPanel * k) + i % kPanel;
     for (int64_t d = 0; d < k; d += Unit<T>::kSize) {
       for (int64_t j = 0; j < kLanes; ++j) {
         Vec both[Unit<T>::kNum];
-        Unit<T>::read(block.k[i + j] + d, both);
+        Unit<T>::read(rows[i + j] + d, both);
         for (int u = 0; u < Unit<T>::kNum; ++u) v[u][j] = both[u];
       }
       for (int u = 0; u < Unit<T>::kNum; ++u) {
@@ -355,11 +370,11 @@ void pack_keys(const Block<T>& block, int64_t k, float* keys) {
 }
 
 template <typename T>
-void pack_values(const Block<T>& block, int64_t v, float* values) {
-  for (int64_t i = 0; i < block.n; ++i) {
+void pack_values(const T* const* rows, int64_t n, int64_t v, float* values) {
+  for (int64_t i = 0; i < n; ++i) {
     for (int64_t d = 0; d < v; d += Unit<T>::kSize) {
       Vec both[Unit<T>::kNum];
-      Unit<T>::read(block.v[i] + d, both);
+      Unit<T>::read(rows[i] + d, both);
       for (int u = 0; u < Unit<T>::kNum; ++u) store(values + i * v + d + u * kLanes, both[u]);
     }
   }
@@ -375,70 +390,98 @@ void multiply_packed(const float* query, int64_t k, const float* keys, int64_t n
     const float* at = keys + i * k;
     for (int64_t d = 0; d < k; ++d, at += kPanel) {
       Vec key[kVectors];
+#pragma GCC unroll 16
       for (int64_t j = 0; j < kVectors; ++j) key[j] = load(at + j * kLanes);
+#pragma GCC unroll 16
       for (int m = 0; m < M; ++m) {
         const Vec q = all(query[m * k + d]);
+#pragma GCC unroll 16
         for (int64_t j = 0; j < kVectors; ++j) sums[m][j] += q * key[j];
       }
     }
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 16
       for (int64_t j = 0; j < kVectors; ++j) store(logits + m * kKeys + i + j * kLanes, sums[m][j]);
     }
   }
 }
 
-// The same for few rows, with keys where they lie
+// The same for few rows, with keys where they lie. Keys of the next block, `ahead` and `offset` elements further, are
+// asked for, unless it is null.
 template <typename T, int M>
-void multiply_rows(const float* query, int64_t k, const Block<T>& block, int64_t n, float* logits) {
+void multiply_rows(const float* query, int64_t k, const T* const* keys, int64_t n, const T* const* ahead,
+                   int64_t offset, float* logits) {
   constexpr int kGroups = kLanes / kDotKeys;
   for (int64_t i = 0; i < n; i += kLanes) {
     Vec partial[M][kGroups];
+#pragma GCC unroll 16
     for (int g = 0; g < kGroups; ++g) {
-      const T* const* rows = block.k + i + g * kDotKeys;
+      const T* const* rows = keys + i + g * kDotKeys;
       Vec sums[M][kDotKeys] = {};
       for (int64_t d = 0; d < k; d += Unit<T>::kSize) {
         Vec key[kDotKeys][Unit<T>::kNum];
+#pragma GCC unroll 16
         for (int64_t j = 0; j < kDotKeys; ++j) Unit<T>::read(rows[j] + d, key[j]);
+        if (ahead != nullptr) {
+#pragma GCC unroll 16
+          for (int64_t j = 0; j < kDotKeys; ++j) prefetch<sizeof(Vec)>(ahead[i + g * kDotKeys + j] + offset + d);
+        }
+#pragma GCC unroll 16
         for (int u = 0; u < Unit<T>::kNum; ++u) {
+#pragma GCC unroll 16
           for (int m = 0; m < M; ++m) {
             const Vec q = load(query + m * k + d + u * kLanes);
+#pragma GCC unroll 16
             for (int64_t j = 0; j < kDotKeys; ++j) sums[m][j] += q * key[j][u];
           }
         }
       }
+#pragma GCC unroll 16
       for (int m = 0; m < M; ++m) partial[m][g] = sums_of<kDotKeys>(sums[m]);
     }
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) store(logits + m * kKeys + i, sums_of_groups<kGroups, kDotKeys>(partial[m]));
   }
 }
 
 // value[m, :] = value[m, :] * decay[m] + sum over i of weights[m, i] * values of key i, for M rows and N vectors
 template <typename T, int M, int N>
-inline void accumulate_some(const T* const* rows, int64_t d, int64_t n, const float* weights, const float* decay,
-                            float* value, int64_t v) {
+inline void accumulate_some(const T* const* rows, int64_t d, int64_t n, const T* const* ahead, int64_t offset,
+                            const float* weights, const float* decay, float* value, int64_t v) {
   Vec sums[M][N];
+#pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 16
     for (int j = 0; j < N; ++j) sums[m][j] = load(value + m * v + d + j * kLanes) * decay[m];
   }
   for (int64_t i = 0; i < n; ++i) {
     Vec x[N];
+#pragma GCC unroll 16
     for (int j = 0; j < N; j += Unit<T>::kNum) Unit<T>::read(rows[i] + d + j * kLanes, x + j);
+    if (ahead != nullptr) prefetch<N * kLanes * sizeof(T)>(ahead[i] + offset + d);
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const Vec weight = all(weights[m * kKeys + i]);
+#pragma GCC unroll 16
       for (int j = 0; j < N; ++j) sums[m][j] += weight * x[j];
     }
   }
+#pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 16
     for (int j = 0; j < N; ++j) store(value + m * v + d + j * kLanes, sums[m][j]);
   }
 }
 
 template <typename T, int M>
-void accumulate(const T* const* rows, int64_t n, const float* weights, const float* decay, float* value, int64_t v) {
+void accumulate(const T* const* rows, int64_t n, const T* const* ahead, int64_t offset, const float* weights,
+                const float* decay, float* value, int64_t v) {
   constexpr int kNum = Unit<T>::kNum;
   int64_t d = 0;
-  for (; d + kPanel <= v; d += kPanel) accumulate_some<T, M, kVectors>(rows, d, n, weights, decay, value, v);
-  for (; d < v; d += kNum * kLanes) accumulate_some<T, M, kNum>(rows, d, n, weights, decay, value, v);
+  for (; d + kPanel <= v; d += kPanel)
+    accumulate_some<T, M, kVectors>(rows, d, n, ahead, offset, weights, decay, value, v);
+  for (; d < v; d += kNum * kLanes) accumulate_some<T, M, kNum>(rows, d, n, ahead, offset, weights, decay, value, v);
 }
 
 // ── tiles ───────────────────────────────────────────────────────────────────────────────────────────
@@ -448,45 +491,53 @@ struct Pass {
   const Attention& call;
   const AttentionTile& tile;
   Sizes<T> sizes;
-  int64_t rows;  // (query, head) pairs, the heads of a query together
+  int64_t group;  // query heads per KV head
+  int64_t rows;   // (query, head) pairs per KV head, the heads of a query together
+  bool is_packed;
   Scratch<T> scratch;
-  State state;
+  State state;  // KV head after KV head
+  const T* keys[kKeys];
+  const T* values[kKeys];
+  const float* packed[kKeys];
 
   Pass(const Attention& call, const AttentionTile& tile, float* memory, float* state_memory)
       : call(call),
         tile(tile),
         sizes(call),
-        rows(tile.num_queries * call.group_heads()),
-        scratch(memory, sizes, rows),
-        state(state_memory, rows) {}
+        group(call.group_heads()),
+        rows(tile.num_queries * group),
+        is_packed(rows > kDotTile),
+        scratch(memory, call, sizes, tile.num_queries, tile.num_kv_heads),
+        state(state_memory, rows * tile.num_kv_heads) {}
 
   void load_queries() {
-    const int64_t group = call.group_heads();
-    const float scale = call.softcap > 0 ? call.scale / call.softcap : call.scale * kLog2E;
-    T* padded = reinterpret_cast<T*>(scratch.row);
-    std::memset(scratch.row, 0, static_cast<size_t>(most(sizes.k, sizes.v)) * sizeof(float));
-    for (int64_t r = 0; r < rows; ++r) {
-      const T* from = static_cast<const T*>(call.queries) + (tile.first + r / group) * call.query_token_stride +
-                      (tile.kv_head * group + r % group) * call.query_head_stride;
-      std::memcpy(padded, from, static_cast<size_t>(call.k_dim) * sizeof(T));
+    for (int64_t r = 0; r < rows * tile.num_kv_heads; ++r) {
+      const int64_t head = (tile.kv_head + r / rows) * group + r % group;
+      T* raw = scratch.raw_query + r * sizes.k;
+      std::memset(raw, 0, static_cast<size_t>(sizes.k) * sizeof(T));
+      std::memcpy(raw,
+                  static_cast<const T*>(call.queries) + (tile.first + r % rows / group) * call.query_token_stride +
+                      head * call.query_head_stride,
+                  static_cast<size_t>(call.k_dim) * sizeof(T));
       for (int64_t d = 0; d < sizes.k; d += Unit<T>::kSize) {
         Vec both[Unit<T>::kNum];
-        Unit<T>::read(padded + d, both);
-        for (int u = 0; u < Unit<T>::kNum; ++u) store(scratch.query + r * sizes.k + d + u * kLanes, both[u] * scale);
+        Unit<T>::read(raw + d, both);
+        for (int u = 0; u < Unit<T>::kNum; ++u) store(scratch.query + r * sizes.k + d + u * kLanes, both[u]);
       }
     }
   }
 
-  // Turn a row's logits over a block into weights. Return how much smaller its earlier weights become.
-  float weigh(int64_t r, const Block<T>& block, int64_t n, float* logits) {
-    const int64_t at = tile.position + r / call.group_heads();
-    // Keys of the block that the row reads: [from, to]
+  // Turn a query's products with n keys into logits, in units of log 2. Return how far its maximum falls behind.
+  float weigh(int64_t query, float& top, const Block<T>& block, int64_t n, float* logits) {
+    const int64_t at = tile.position + query;
+    // Keys of the block that the query reads: [from, to]
     const int64_t to = least(at, tile.end - 1) - block.begin;
     const int64_t from = call.window > 0 ? at - call.window + 1 - block.begin : 0;
     const bool is_masked = block.has_absent || from > 0 || to < n - 1;
-    Vec top = all(kLow);
+    const float scale = call.softcap > 0 ? call.scale / call.softcap : call.scale * kLog2E;
+    Vec best = all(kLow);
     for (int64_t i = 0; i < n; i += kLanes) {
-      Vec x = load(logits + i);
+      Vec x = load(logits + i) * scale;
       if (call.softcap > 0) x = tanh_of(x) * (call.softcap * kLog2E);
       if (is_masked) {
         Int index;
@@ -497,82 +548,92 @@ struct Pass {
         x = is_out != 0 ? all(-__builtin_inff()) : x;
       }
       store(logits + i, x);
-      top = max_of(x, top);
+      best = max_of(x, best);
     }
-    const float before = state.top[r], best = max_lane(top), now = best > before ? best : before;
-    state.top[r] = now;
-    return before - now;
+    const float before = top, now = max_lane(best);
+    top = now > before ? now : before;
+    return before - top;
   }
 
-  void exponentiate(int64_t r, int64_t n, float decay, float* logits) {
-    Vec sum = load(state.sum + r * kLanes) * decay;
-    const float top = state.top[r];
+  void exponentiate(int64_t n, float top, float decay, float* sums, float* logits) {
+    Vec sum = load(sums) * decay;
     for (int64_t i = 0; i < n; i += kLanes) {
       const Vec weight = exp2_of(load(logits + i) - top);
       store(logits + i, weight);
       sum += weight;
     }
-    store(state.sum + r * kLanes, sum);
+    store(sums, sum);
   }
 
-  // M rows from r on over a block
+  // Rows [r, r + M) of a KV head over a block
   template <int M>
-  void step(int64_t r, const Block<T>& block, const float* const* packed_values) {
-    const int64_t group = call.group_heads();
+  void step(int64_t head, int64_t r, const Block<T>& block, const Block<T>& next) {
     const int64_t first = tile.position + r / group, last = tile.position + (r + M - 1) / group;
     const int64_t n = least(block.n, last - block.begin + 1);  // keys that the last row reads
     if (n <= 0 || (call.window > 0 && block.begin + block.n <= first - call.window + 1)) return;
-    const int64_t padded = round_up(n, packed_values != nullptr ? kPanel : kLanes);
+    const int64_t padded = round_up(n, is_packed ? kPanel : kLanes), at = head * rows + r;
     float* logits = scratch.logits;
-    if (packed_values != nullptr) {
-      multiply_packed<M>(scratch.query + r * sizes.k, sizes.k, scratch.keys, padded, logits);
+    if (is_packed) {
+      multiply_packed<M>(scratch.query + at * sizes.k, sizes.k, scratch.keys, padded, logits);
     } else {
-      multiply_rows<T, M>(scratch.query + r * sizes.k, sizes.k, block, padded, logits);
+      multiply_rows<T, M>(scratch.query + at * sizes.k, sizes.k, keys, padded, r == 0 ? next.k : nullptr,
+                          head * call.k_dim, logits);
     }
     alignas(64) float decay[kAlign] = {};
-    for (int m = 0; m < M; ++m) decay[m] = weigh(r + m, block, padded, logits + m * kKeys);
+    for (int m = 0; m < M; ++m) {
+      decay[m] = weigh((r + m) / group, state.top[at + m], block, padded, logits + m * kKeys);
+    }
     for (int64_t m = 0; m < M; m += kLanes) store(decay + m, exp2_of(load(decay + m)));
-    for (int m = 0; m < M; ++m) exponentiate(r + m, padded, decay[m], logits + m * kKeys);
-    float* value = state.value + r * sizes.v;
-    if (packed_values != nullptr) {
-      accumulate<float, M>(packed_values, n, logits, decay, value, sizes.v);
+    for (int m = 0; m < M; ++m) {
+      exponentiate(padded, state.top[at + m], decay[m], state.sum + (at + m) * kLanes, logits + m * kKeys);
+    }
+    float* value = state.value + at * sizes.v;
+    if (is_packed) {
+      accumulate<float, M>(packed, n, nullptr, 0, logits, decay, value, sizes.v);
     } else {
-      accumulate<T, M>(block.v, n, logits, decay, value, sizes.v);
+      accumulate<T, M>(values, n, r == 0 && call.values != nullptr ? next.v : nullptr, head * call.v_dim, logits, decay,
+                       value, sizes.v);
     }
   }
 
   template <int... I>
-  void step_of(int64_t m, int64_t r, const Block<T>& block, const float* const* packed,
+  void step_of(int64_t m, int64_t head, int64_t r, const Block<T>& block, const Block<T>& next,
                std::integer_sequence<int, I...>) {
-    (void)((m == I + 1 ? (step<I + 1>(r, block, packed), true) : false) || ...);
+    (void)((m == I + 1 ? (step<I + 1>(head, r, block, next), true) : false) || ...);
+  }
+
+  void clear() {
+    const int64_t all_rows = rows * tile.num_kv_heads, wide = most(sizes.k, sizes.v);
+    for (int64_t r = 0; r < all_rows; ++r) state.top[r] = kLow;
+    std::memset(state.sum, 0, static_cast<size_t>(all_rows * kLanes) * sizeof(float));
+    std::memset(state.value, 0, static_cast<size_t>(all_rows * sizes.v) * sizeof(float));
+    std::memset(scratch.zeros, 0, static_cast<size_t>(tile.num_kv_heads * wide) * sizeof(T));
+    if (!sizes.is_direct_k) std::memset(scratch.stage_k, 0, static_cast<size_t>(kKeys * sizes.k) * sizeof(T));
+    if (!sizes.is_direct_v) std::memset(scratch.stage_v, 0, static_cast<size_t>(kKeys * sizes.v) * sizeof(T));
+    for (int64_t i = 0; is_packed && i < kKeys; ++i) packed[i] = scratch.values + i * sizes.v;
   }
 
   void compute() {
+    Block<T> blocks[2];
+    clear();
+    find_rows(call, tile, scratch.zeros, tile.begin, blocks[0]);
     load_queries();
-    std::memset(scratch.zeros, 0, static_cast<size_t>(most(sizes.k, sizes.v)) * sizeof(T));
-    if (!sizes.is_direct_k) std::memset(scratch.stage_k, 0, static_cast<size_t>(kKeys * sizes.k) * sizeof(T));
-    if (!sizes.is_direct_v) std::memset(scratch.stage_v, 0, static_cast<size_t>(kKeys * sizes.v) * sizeof(T));
-    for (int64_t r = 0; r < rows; ++r) state.top[r] = kLow;
-    std::memset(state.sum, 0, static_cast<size_t>(rows * kLanes) * sizeof(float));
-    std::memset(state.value, 0, static_cast<size_t>(rows * sizes.v) * sizeof(float));
-    const bool is_packed = rows > kDotTile;
-    const float* packed[kKeys];
-    if (is_packed) {
-      for (int64_t i = 0; i < kKeys; ++i) packed[i] = scratch.values + i * sizes.v;
-    }
     const int64_t steps = (rows + kRows - 1) / kRows;
-    Block<T> block;
-    for (int64_t begin = tile.begin; begin < tile.end; begin += kKeys) {
-      block.begin = begin;
-      block.n = least(kKeys, tile.end - begin);
-      find_rows(call, tile, sizes, scratch, block);
-      if (is_packed) {
-        pack_keys(block, sizes.k, scratch.keys);
-        pack_values(block, sizes.v, scratch.values);
-      }
-      for (int64_t i = 0; i < steps; ++i) {
-        const int64_t r = rows * i / steps, m = rows * (i + 1) / steps - r;
-        step_of(m, r, block, is_packed ? packed : nullptr, std::make_integer_sequence<int, kRows>());
+    for (int64_t i = 0; blocks[i].n > 0; i ^= 1) {
+      const Block<T>& block = blocks[i];
+      Block<T>& next = blocks[i ^ 1];
+      find_rows(call, tile, scratch.zeros, block.begin + kKeys, next);
+      for (int64_t head = 0; head < tile.num_kv_heads; ++head) {
+        select_head(block.k, block.n, head, call.k_dim, sizes.k, scratch.stage_k, keys);
+        select_head(block.v, block.n, head, call.v_dim, sizes.v, scratch.stage_v, values);
+        if (is_packed) {
+          pack_keys(keys, block.n, sizes.k, scratch.keys);
+          pack_values(values, block.n, sizes.v, scratch.values);
+        }
+        for (int64_t j = 0; j < steps; ++j) {
+          const int64_t r = rows * j / steps, m = rows * (j + 1) / steps - r;
+          step_of(m, head, r, block, next, std::make_integer_sequence<int, kRows>());
+        }
       }
     }
   }
@@ -582,13 +643,13 @@ template <typename T>
 void finish_tile(const Attention& call, const AttentionTile& tile, float* memory, const float* states,
                  int64_t num_parts) {
   const Sizes<T> sizes(call);
-  const int64_t group = call.group_heads(), rows = tile.num_queries * group;
-  const int64_t floats = State::floats(rows, sizes.v);
-  Scratch<T> scratch(memory, sizes, rows);
-  const auto part = [&](int64_t p) { return State(const_cast<float*>(states) + p * floats, rows); };
+  const int64_t group = call.group_heads(), rows = tile.num_queries * group, all_rows = rows * tile.num_kv_heads;
+  const int64_t floats = State::floats(all_rows, sizes.v);
+  Scratch<T> scratch(memory, call, sizes, tile.num_queries, tile.num_kv_heads);
+  const auto part = [&](int64_t p) { return State(const_cast<float*>(states) + p * floats, all_rows); };
   const auto power = [](float x) { return exp2_of(all(x))[0]; };
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t head = tile.kv_head * group + r % group;
+  for (int64_t r = 0; r < all_rows; ++r) {
+    const int64_t head = (tile.kv_head + r / rows) * group + r % group;
     const float sink = call.sinks == nullptr ? kLow : call.sinks[head] * kLog2E;
     float top = sink > kLow ? sink : kLow;
     for (int64_t p = 0; p < num_parts; ++p) top = part(p).top[r] > top ? part(p).top[r] : top;
@@ -604,7 +665,8 @@ void finish_tile(const Attention& call, const AttentionTile& tile, float* memory
       }
     }
     const float factor = total == 0 ? 0 : call.value_scale / total;
-    T* to = static_cast<T*>(call.out) + (tile.first + r / group) * call.out_token_stride + head * call.out_head_stride;
+    T* to = static_cast<T*>(call.out) + (tile.first + r % rows / group) * call.out_token_stride +
+            head * call.out_head_stride;
     T* narrow = reinterpret_cast<T*>(row);  // each unit is read before it is written
     for (int64_t d = 0; d < sizes.v; d += Unit<T>::kSize) {
       Vec both[Unit<T>::kNum];
@@ -617,19 +679,14 @@ void finish_tile(const Attention& call, const AttentionTile& tile, float* memory
 
 // ── the table of this level ─────────────────────────────────────────────────────────────────────────
 
-int64_t state_floats(const Attention& call, int64_t num_queries) {
-  const int64_t rows = num_queries * call.group_heads();
-  return State::floats(rows, call.is_bfloat16 ? Sizes<Bf16>(call).v : Sizes<float>(call).v);
+int64_t state_floats(const Attention& call, int64_t num_queries, int64_t kv_heads) {
+  return State::floats(num_queries * call.group_heads() * kv_heads,
+                       call.is_bfloat16 ? Sizes<Bf16>(call).v : Sizes<float>(call).v);
 }
 
-template <typename T>
-int64_t floats_of(const Attention& call, int64_t rows) {
-  return Scratch<T>(nullptr, Sizes<T>(call), rows).floats;
-}
-
-int64_t scratch_floats(const Attention& call, int64_t max_queries) {
-  const int64_t rows = max_queries * call.group_heads();
-  return call.is_bfloat16 ? floats_of<Bf16>(call, rows) : floats_of<float>(call, rows);
+int64_t scratch_floats(const Attention& call, int64_t num_queries, int64_t kv_heads) {
+  return call.is_bfloat16 ? Scratch<Bf16>(nullptr, call, Sizes<Bf16>(call), num_queries, kv_heads).floats
+                          : Scratch<float>(nullptr, call, Sizes<float>(call), num_queries, kv_heads).floats;
 }
 
 void compute(const Attention& call, const AttentionTile& tile, float* scratch, float* state) {
