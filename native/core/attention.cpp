@@ -23,7 +23,7 @@ namespace {
 constexpr int64_t kTileRows = 192;          // (query, head) pairs of a tile
 constexpr int64_t kBlock = 64;              // parts begin at multiples of it, from the tile's first key
 constexpr int64_t kParts = 128;             // aim of parts in a call
-constexpr int64_t kSmallPart = 512;         // the fewest keys of a part, for tiles of few queries
+constexpr int64_t kSmallPart = 1024;        // the fewest keys of a part, for tiles of few queries
 constexpr int64_t kLargePart = 2'048;       // and for tiles of many, which rarely need to be cut
 constexpr int64_t kFewRows = 8;             // (query, head) pairs of a KV head in a tile of few queries
 constexpr int64_t kBlockBytes = 256 << 10;  // the most bytes of a block of keys and values of such a tile
@@ -177,7 +177,11 @@ const AttentionKernels& level_named(const char* name) {
   for (; *levels != nullptr; ++levels) {
     if (std::strcmp((*levels)->name, name) == 0) return **levels;
   }
-  throw BadArgument("level: this machine has no " + std::string(name));
+  std::string names;
+  for (levels = attention_levels(); *levels != nullptr; ++levels) {
+    names += (names.empty() ? "" : ", ") + std::string((*levels)->name);
+  }
+  throw BadArgument("level: this machine has no " + std::string(name) + ": it has " + names);
 }
 
 }  // namespace

@@ -258,10 +258,10 @@ struct Scratch {
   int64_t floats;
 
   Scratch(float* at, const Attention& call, const Sizes<T>& sizes, int64_t num_queries, int64_t kv_heads) {
-    float* const begin = at;
+    floats = 0;
     const auto take = [&](int64_t n) {
-      float* const taken = at;
-      at += round_up(n, kAlign);
+      float* const taken = at == nullptr ? nullptr : at + floats;
+      floats += round_up(n, kAlign);
       return taken;
     };
     const int64_t rows = num_queries * call.group_heads();
@@ -275,7 +275,6 @@ struct Scratch {
     stage_v = reinterpret_cast<T*>(take(sizes.is_direct_v ? 0 : kKeys * sizes.v));
     zeros = reinterpret_cast<T*>(take(kv_heads * most(sizes.k, sizes.v)));
     row = take(sizes.v);
-    floats = at - begin;
   }
 };
 
@@ -407,11 +406,10 @@ void multiply_packed(const float* query, int64_t k, const float* keys, int64_t n
   }
 }
 
-// The same for few rows, with keys where they lie. Keys of the next block, `ahead` and `offset` elements further, are
-// asked for, unless it is null.
+// The same for few rows, with keys where they lie. Keys of the next block, `ahead`, are asked for unless it is null.
 template <typename T, int M>
 void multiply_rows(const float* query, int64_t k, const T* const* keys, int64_t n, const T* const* ahead,
-                   int64_t offset, float* logits) {
+                   float* logits) {
   constexpr int kGroups = kLanes / kDotKeys;
   for (int64_t i = 0; i < n; i += kLanes) {
     Vec partial[M][kGroups];
@@ -425,7 +423,10 @@ void multiply_rows(const float* query, int64_t k, const T* const* keys, int64_t 
         for (int64_t j = 0; j < kDotKeys; ++j) Unit<T>::read(rows[j] + d, key[j]);
         if (ahead != nullptr) {
 #pragma GCC unroll 16
-          for (int64_t j = 0; j < kDotKeys; ++j) prefetch<sizeof(Vec)>(ahead[i + g * kDotKeys + j] + offset + d);
+          for (int64_t j = 0; j < kDotKeys; ++j) {
+            prefetch<sizeof(Vec)>(ahead[i + g * kDotKeys + j] + d);
+            prefetch<sizeof(Vec)>(keys[least(kKeys - 1, i + (g + 3) * kDotKeys + j)] + d);
+          }
         }
 #pragma GCC unroll 16
         for (int u = 0; u < Unit<T>::kNum; ++u) {
@@ -447,8 +448,8 @@ void multiply_rows(const float* query, int64_t k, const T* const* keys, int64_t 
 
 // value[m, :] = value[m, :] * decay[m] + sum over i of weights[m, i] * values of key i, for M rows and N vectors
 template <typename T, int M, int N>
-inline void accumulate_some(const T* const* rows, int64_t d, int64_t n, const T* const* ahead, int64_t offset,
-                            const float* weights, const float* decay, float* value, int64_t v) {
+inline void accumulate_some(const T* const* rows, int64_t d, int64_t n, const T* const* ahead, const float* weights,
+                            const float* decay, float* value, int64_t v) {
   Vec sums[M][N];
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
@@ -459,7 +460,8 @@ inline void accumulate_some(const T* const* rows, int64_t d, int64_t n, const T*
     Vec x[N];
 #pragma GCC unroll 16
     for (int j = 0; j < N; j += Unit<T>::kNum) Unit<T>::read(rows[i] + d + j * kLanes, x + j);
-    if (ahead != nullptr) prefetch<N * kLanes * sizeof(T)>(ahead[i] + offset + d);
+    if (ahead != nullptr) prefetch<N * kLanes * sizeof(T)>(ahead[i] + d);
+    if (ahead != nullptr) prefetch<N * kLanes * sizeof(T)>(rows[least(kKeys - 1, i + 12)] + d);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const Vec weight = all(weights[m * kKeys + i]);
@@ -475,13 +477,12 @@ inline void accumulate_some(const T* const* rows, int64_t d, int64_t n, const T*
 }
 
 template <typename T, int M>
-void accumulate(const T* const* rows, int64_t n, const T* const* ahead, int64_t offset, const float* weights,
-                const float* decay, float* value, int64_t v) {
+void accumulate(const T* const* rows, int64_t n, const T* const* ahead, const float* weights, const float* decay,
+                float* value, int64_t v) {
   constexpr int kNum = Unit<T>::kNum;
   int64_t d = 0;
-  for (; d + kPanel <= v; d += kPanel)
-    accumulate_some<T, M, kVectors>(rows, d, n, ahead, offset, weights, decay, value, v);
-  for (; d < v; d += kNum * kLanes) accumulate_some<T, M, kNum>(rows, d, n, ahead, offset, weights, decay, value, v);
+  for (; d + kPanel <= v; d += kPanel) accumulate_some<T, M, kVectors>(rows, d, n, ahead, weights, decay, value, v);
+  for (; d < v; d += kNum * kLanes) accumulate_some<T, M, kNum>(rows, d, n, ahead, weights, decay, value, v);
 }
 
 // ── tiles ───────────────────────────────────────────────────────────────────────────────────────────
@@ -499,6 +500,8 @@ struct Pass {
   const T* keys[kKeys];
   const T* values[kKeys];
   const float* packed[kKeys];
+  const T* ahead_k[kKeys];
+  const T* ahead_v[kKeys];
 
   Pass(const Attention& call, const AttentionTile& tile, float* memory, float* state_memory)
       : call(call),
@@ -567,7 +570,7 @@ struct Pass {
 
   // Rows [r, r + M) of a KV head over a block
   template <int M>
-  void step(int64_t head, int64_t r, const Block<T>& block, const Block<T>& next) {
+  void step(int64_t head, int64_t r, const Block<T>& block) {
     const int64_t first = tile.position + r / group, last = tile.position + (r + M - 1) / group;
     const int64_t n = least(block.n, last - block.begin + 1);  // keys that the last row reads
     if (n <= 0 || (call.window > 0 && block.begin + block.n <= first - call.window + 1)) return;
@@ -576,8 +579,7 @@ struct Pass {
     if (is_packed) {
       multiply_packed<M>(scratch.query + at * sizes.k, sizes.k, scratch.keys, padded, logits);
     } else {
-      multiply_rows<T, M>(scratch.query + at * sizes.k, sizes.k, keys, padded, r == 0 ? next.k : nullptr,
-                          head * call.k_dim, logits);
+      multiply_rows<T, M>(scratch.query + at * sizes.k, sizes.k, keys, padded, r == 0 ? ahead_k : nullptr, logits);
     }
     alignas(64) float decay[kAlign] = {};
     for (int m = 0; m < M; ++m) {
@@ -589,17 +591,29 @@ struct Pass {
     }
     float* value = state.value + at * sizes.v;
     if (is_packed) {
-      accumulate<float, M>(packed, n, nullptr, 0, logits, decay, value, sizes.v);
+      accumulate<float, M>(packed, n, nullptr, logits, decay, value, sizes.v);
     } else {
-      accumulate<T, M>(values, n, r == 0 && call.values != nullptr ? next.v : nullptr, head * call.v_dim, logits, decay,
-                       value, sizes.v);
+      accumulate<T, M>(values, n, r == 0 && call.values != nullptr ? ahead_v : nullptr, logits, decay, value, sizes.v);
     }
   }
 
   template <int... I>
-  void step_of(int64_t m, int64_t head, int64_t r, const Block<T>& block, const Block<T>& next,
-               std::integer_sequence<int, I...>) {
-    (void)((m == I + 1 ? (step<I + 1>(head, r, block, next), true) : false) || ...);
+  void step_of(int64_t m, int64_t head, int64_t r, const Block<T>& block, std::integer_sequence<int, I...>) {
+    (void)((m == I + 1 ? (step<I + 1>(head, r, block), true) : false) || ...);
+  }
+
+  // What to ask for while a KV head's keys are computed: its share of the next block, in the order of memory.
+  void look_ahead(const Block<T>& next, int64_t head) {
+    const int64_t heads = tile.num_kv_heads;
+    int64_t token = head * kKeys / heads, part = head * kKeys % heads;
+    for (int64_t i = 0; i < kKeys; ++i) {
+      ahead_k[i] = next.k[token] + part * call.k_dim;
+      ahead_v[i] = next.v[token] + part * call.v_dim;
+      if (++part == heads) {
+        part = 0;
+        ++token;
+      }
+    }
   }
 
   void clear() {
@@ -626,13 +640,14 @@ struct Pass {
       for (int64_t head = 0; head < tile.num_kv_heads; ++head) {
         select_head(block.k, block.n, head, call.k_dim, sizes.k, scratch.stage_k, keys);
         select_head(block.v, block.n, head, call.v_dim, sizes.v, scratch.stage_v, values);
+        look_ahead(next, head);
         if (is_packed) {
           pack_keys(keys, block.n, sizes.k, scratch.keys);
           pack_values(values, block.n, sizes.v, scratch.values);
         }
         for (int64_t j = 0; j < steps; ++j) {
           const int64_t r = rows * j / steps, m = rows * (j + 1) / steps - r;
-          step_of(m, head, r, block, next, std::make_integer_sequence<int, kRows>());
+          step_of(m, head, r, block, std::make_integer_sequence<int, kRows>());
         }
       }
     }

@@ -17,6 +17,7 @@ COMPILER = os.environ.get("CXX", "g++")
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
 TESTS = [
     "tests/unit/test_arrays.py",
+    "tests/unit/test_attention_native.py",
     "tests/unit/test_free_list.py",
     "tests/unit/test_manager.py",
     "tests/unit/test_manager_hostile.py",
