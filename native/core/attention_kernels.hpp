@@ -30,6 +30,7 @@ constexpr int64_t kRows = PAGODA_ROWS;
 constexpr int64_t kVectors = PAGODA_VECTORS;
 constexpr int64_t kKeys = 64;    // keys of a block
 constexpr int64_t kDotKeys = 4;  // keys whose products with a query are summed together
+constexpr int64_t kSoon = 12;
 constexpr int64_t kDotTile = 8;  // tiles of up to so many rows do not pay for packing keys
 constexpr int64_t kAlign = 16;   // floats
 constexpr int64_t kPanel = kLanes * kVectors;
@@ -340,12 +341,17 @@ void select_head(const T* const* tokens, int64_t n, int64_t head, int64_t dim, i
   }
 }
 
-// Ask for bytes ahead of their use, into the second-level cache. One read per line, between computations: reads into
-// the first level are too few at a time to keep memory busy (13 of 20 GB/s on a Zen 4 core), and many at once are lost.
-template <int64_t Bytes>
-inline void prefetch(const void* at) {
+// Ask for the bytes at `from` of row i of the next block, and once more for those of a row soon to be read, into the
+// second-level cache. Reads into the first level are too few at a time to keep memory busy (13 of 20 GB/s on a Zen 4
+// core); those into the second are lost when there are too many, so the second time catches them.
+template <int64_t Bytes, typename T>
+inline void prefetch(const T* const* ahead, const T* const* rows, int64_t i, int64_t from) {
+  const int64_t soon = least(i + kSoon, kKeys - 1);
 #pragma GCC unroll 8
-  for (int64_t i = 0; i < Bytes; i += 64) __builtin_prefetch(static_cast<const char*>(at) + i, 0, 2);
+  for (int64_t b = 0; b < Bytes; b += 64) {
+    __builtin_prefetch(reinterpret_cast<const char*>(ahead[i] + from) + b, 0, 2);
+    __builtin_prefetch(reinterpret_cast<const char*>(rows[soon] + from) + b, 0, 2);
+  }
 }
 
 template <typename T>
@@ -423,10 +429,7 @@ void multiply_rows(const float* query, int64_t k, const T* const* keys, int64_t 
         for (int64_t j = 0; j < kDotKeys; ++j) Unit<T>::read(rows[j] + d, key[j]);
         if (ahead != nullptr) {
 #pragma GCC unroll 16
-          for (int64_t j = 0; j < kDotKeys; ++j) {
-            prefetch<sizeof(Vec)>(ahead[i + g * kDotKeys + j] + d);
-            prefetch<sizeof(Vec)>(keys[least(kKeys - 1, i + (g + 3) * kDotKeys + j)] + d);
-          }
+          for (int64_t j = 0; j < kDotKeys; ++j) prefetch<sizeof(Vec)>(ahead, keys, i + g * kDotKeys + j, d);
         }
 #pragma GCC unroll 16
         for (int u = 0; u < Unit<T>::kNum; ++u) {
@@ -460,8 +463,7 @@ inline void accumulate_some(const T* const* rows, int64_t d, int64_t n, const T*
     Vec x[N];
 #pragma GCC unroll 16
     for (int j = 0; j < N; j += Unit<T>::kNum) Unit<T>::read(rows[i] + d + j * kLanes, x + j);
-    if (ahead != nullptr) prefetch<N * kLanes * sizeof(T)>(ahead[i] + d);
-    if (ahead != nullptr) prefetch<N * kLanes * sizeof(T)>(rows[least(kKeys - 1, i + 12)] + d);
+    if (ahead != nullptr) prefetch<N * kLanes * sizeof(T)>(ahead, rows, i, d);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const Vec weight = all(weights[m * kKeys + i]);
@@ -485,10 +487,120 @@ void accumulate(const T* const* rows, int64_t n, const T* const* ahead, const fl
   for (; d < v; d += kNum * kLanes) accumulate_some<T, M, kNum>(rows, d, n, ahead, weights, decay, value, v);
 }
 
+#ifdef PAGODA_BF16_DOT
+
+inline Vec add_pairs(Vec sum, Word a, Word b) {
+  return bits_of<Vec>(_mm512_dpbf16_ps(bits_of<__m512>(sum), bits_of<__m512bh>(a), bits_of<__m512bh>(b)));
+}
+
+// multiply_rows for pairs of bfloat16, with queries as they are given
+template <int M>
+void multiply_pairs(const Bf16* query, int64_t k, const Bf16* const* keys, int64_t n, const Bf16* const* ahead,
+                    float* logits) {
+  constexpr int kGroups = kLanes / kDotKeys;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Vec partial[M][kGroups];
+#pragma GCC unroll 16
+    for (int g = 0; g < kGroups; ++g) {
+      const Bf16* const* rows = keys + i + g * kDotKeys;
+      Vec sums[M][kDotKeys] = {};
+      for (int64_t d = 0; d < k; d += 2 * kLanes) {
+        Word key[kDotKeys];
+#pragma GCC unroll 16
+        for (int64_t j = 0; j < kDotKeys; ++j) key[j] = load<Word>(rows[j] + d);
+        if (ahead != nullptr) {
+#pragma GCC unroll 16
+          for (int64_t j = 0; j < kDotKeys; ++j) prefetch<sizeof(Vec)>(ahead, keys, i + g * kDotKeys + j, d);
+        }
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) {
+          const Word q = load<Word>(query + m * k + d);
+#pragma GCC unroll 16
+          for (int64_t j = 0; j < kDotKeys; ++j) sums[m][j] = add_pairs(sums[m][j], q, key[j]);
+        }
+      }
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) partial[m][g] = sums_of<kDotKeys>(sums[m]);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) store(logits + m * kKeys + i, sums_of_groups<kGroups, kDotKeys>(partial[m]));
+  }
+}
+
+// accumulate for pairs of keys; weights are rounded to bfloat16
+template <int M, int N>
+inline void accumulate_some_pairs(const Bf16* const* rows, int64_t d, int64_t n, const Bf16* const* ahead,
+                                  const uint32_t* weights, const float* decay, float* value, int64_t v) {
+  Vec sums[M][N];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 16
+    for (int j = 0; j < N; ++j) sums[m][j] = load(value + m * v + d + j * kLanes) * decay[m];
+  }
+  for (int64_t i = 0; i < n; i += 2) {
+    Word pairs[N];
+#pragma GCC unroll 16
+    for (int j = 0; j < N; j += 2) {
+      const Word a = load<Word>(rows[i] + d + j * kLanes), b = load<Word>(rows[i + 1] + d + j * kLanes);
+      pairs[j] = (a & 0xffffu) | (b << 16);
+      pairs[j + 1] = (a >> 16) | (b & 0xffff0000u);
+    }
+    if (ahead != nullptr) {
+      prefetch<N * kLanes * sizeof(Bf16)>(ahead, rows, i, d);
+      prefetch<N * kLanes * sizeof(Bf16)>(ahead, rows, i + 1, d);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+      const Word weight = Word{} + weights[(m * kKeys + i) / 2];
+#pragma GCC unroll 16
+      for (int j = 0; j < N; ++j) sums[m][j] = add_pairs(sums[m][j], weight, pairs[j]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 16
+    for (int j = 0; j < N; ++j) store(value + m * v + d + j * kLanes, sums[m][j]);
+  }
+}
+
+template <int M>
+void accumulate_pairs(const Bf16* const* rows, int64_t n, const Bf16* const* ahead, const float* weights,
+                      const float* decay, float* value, int64_t v) {
+  uint32_t pairs[M * kKeys / 2];
+  for (int64_t i = 0; i < round_up(n, kLanes); i += kLanes) {
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+      const __m256bh narrow = _mm512_cvtneps_pbh(bits_of<__m512>(load(weights + m * kKeys + i)));
+      std::memcpy(pairs + (m * kKeys + i) / 2, &narrow, sizeof narrow);
+    }
+  }
+  int64_t d = 0;
+  for (; d + kPanel <= v; d += kPanel) {
+    accumulate_some_pairs<M, kVectors>(rows, d, n, ahead, pairs, decay, value, v);
+  }
+  for (; d < v; d += 2 * kLanes) accumulate_some_pairs<M, 2>(rows, d, n, ahead, pairs, decay, value, v);
+}
+
+#else
+
+template <int M>
+void multiply_pairs(const Bf16* query, int64_t k, const Bf16* const* keys, int64_t n, const Bf16* const* ahead,
+                    float* logits);
+template <int M>
+void accumulate_pairs(const Bf16* const* rows, int64_t n, const Bf16* const* ahead, const float* weights,
+                      const float* decay, float* value, int64_t v);
+
+#endif
+
 // ── tiles ───────────────────────────────────────────────────────────────────────────────────────────
 
 template <typename T>
 struct Pass {
+#ifdef PAGODA_BF16_DOT
+  static constexpr bool kHasPairs = sizeof(T) == sizeof(Bf16);
+#else
+  static constexpr bool kHasPairs = false;
+#endif
   const Attention& call;
   const AttentionTile& tile;
   Sizes<T> sizes;
@@ -576,11 +688,7 @@ struct Pass {
     if (n <= 0 || (call.window > 0 && block.begin + block.n <= first - call.window + 1)) return;
     const int64_t padded = round_up(n, is_packed ? kPanel : kLanes), at = head * rows + r;
     float* logits = scratch.logits;
-    if (is_packed) {
-      multiply_packed<M>(scratch.query + at * sizes.k, sizes.k, scratch.keys, padded, logits);
-    } else {
-      multiply_rows<T, M>(scratch.query + at * sizes.k, sizes.k, keys, padded, r == 0 ? ahead_k : nullptr, logits);
-    }
+    multiply<M>(at, padded, r == 0, logits);
     alignas(64) float decay[kAlign] = {};
     for (int m = 0; m < M; ++m) {
       decay[m] = weigh((r + m) / group, state.top[at + m], block, padded, logits + m * kKeys);
@@ -589,11 +697,30 @@ struct Pass {
     for (int m = 0; m < M; ++m) {
       exponentiate(padded, state.top[at + m], decay[m], state.sum + (at + m) * kLanes, logits + m * kKeys);
     }
-    float* value = state.value + at * sizes.v;
+    add_values<M>(state.value + at * sizes.v, n, r == 0, logits, decay);
+  }
+
+  template <int M>
+  void multiply(int64_t at, int64_t n, bool is_first, float* logits) {
+    const T* const* ahead = is_first ? ahead_k : nullptr;
     if (is_packed) {
-      accumulate<float, M>(packed, n, nullptr, logits, decay, value, sizes.v);
+      multiply_packed<M>(scratch.query + at * sizes.k, sizes.k, scratch.keys, n, logits);
+    } else if constexpr (kHasPairs) {
+      multiply_pairs<M>(scratch.raw_query + at * sizes.k, sizes.k, keys, n, ahead, logits);
     } else {
-      accumulate<T, M>(values, n, r == 0 && call.values != nullptr ? ahead_v : nullptr, logits, decay, value, sizes.v);
+      multiply_rows<T, M>(scratch.query + at * sizes.k, sizes.k, keys, n, ahead, logits);
+    }
+  }
+
+  template <int M>
+  void add_values(float* value, int64_t n, bool is_first, const float* weights, const float* decay) {
+    const T* const* ahead = is_first && call.values != nullptr ? ahead_v : nullptr;
+    if (is_packed) {
+      accumulate<float, M>(packed, n, nullptr, weights, decay, value, sizes.v);
+    } else if constexpr (kHasPairs) {
+      accumulate_pairs<M>(values, n, ahead, weights, decay, value, sizes.v);
+    } else {
+      accumulate<T, M>(values, n, ahead, weights, decay, value, sizes.v);
     }
   }
 
