@@ -23,7 +23,8 @@ namespace {
 constexpr int64_t kTileRows = 192;          // (query, head) pairs of a tile
 constexpr int64_t kBlock = 64;              // parts begin at multiples of it, from the tile's first key
 constexpr int64_t kParts = 128;             // aim of parts in a call
-constexpr int64_t kSmallPart = 1024;        // the fewest keys of a part, for tiles of few queries
+constexpr int64_t kSmallPart = 256;         // the fewest keys of a part, for tiles of few queries in a small call
+constexpr int64_t kMediumPart = 1'024;      // and in a large one: the first keys of a part are waited for
 constexpr int64_t kLargePart = 2'048;       // and for tiles of many, which rarely need to be cut
 constexpr int64_t kFewRows = 8;             // (query, head) pairs of a KV head in a tile of few queries
 constexpr int64_t kBlockBytes = 256 << 10;  // the most bytes of a block of keys and values of such a tile
@@ -103,7 +104,8 @@ Plan plan(const Attention& call, const AttentionKernels& kernels) {
     Work& work = made.works[i];
     const AttentionTile& tile = work.tile;
     const bool is_small = tile.num_queries * call.group_heads() <= kFewRows;
-    const int64_t span = tile.end - tile.begin, most = std::max(fair, is_small ? kSmallPart : kLargePart);
+    const int64_t fewest = is_small ? std::min(std::max(total / 8, kSmallPart), kMediumPart) : kLargePart;
+    const int64_t span = tile.end - tile.begin, most = std::max(fair, fewest);
     const int64_t step = ceil_div(ceil_div(span, std::max<int64_t>(1, ceil_div(span, most))), kBlock) * kBlock;
     work.num_parts = span == 0 ? 1 : ceil_div(span, step);
     for (int64_t part = 0; part < work.num_parts; ++part) {

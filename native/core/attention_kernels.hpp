@@ -30,7 +30,7 @@ constexpr int64_t kRows = PAGODA_ROWS;
 constexpr int64_t kVectors = PAGODA_VECTORS;
 constexpr int64_t kKeys = 64;    // keys of a block
 constexpr int64_t kDotKeys = 4;  // keys whose products with a query are summed together
-constexpr int64_t kSoon = 12;
+constexpr int64_t kSoon = 24;
 constexpr int64_t kDotTile = 8;  // tiles of up to so many rows do not pay for packing keys
 constexpr int64_t kAlign = 16;   // floats
 constexpr int64_t kPanel = kLanes * kVectors;
@@ -330,14 +330,11 @@ void find_rows(const Attention& call, const AttentionTile& tile, const T* zeros,
 template <typename T>
 void select_head(const T* const* tokens, int64_t n, int64_t head, int64_t dim, int64_t padded, T* stage,
                  const T** rows) {
-  const int64_t end = round_up(n, kPanel);
-  if (dim == padded) {
-    for (int64_t i = 0; i < end; ++i) rows[i] = tokens[i] + head * dim;
-  } else {
-    for (int64_t i = 0; i < end; ++i) {
-      rows[i] = stage + i * padded;
-      std::memcpy(stage + i * padded, tokens[i] + head * dim, static_cast<size_t>(dim) * sizeof(T));
-    }
+  for (int64_t i = 0; i < kKeys; ++i) rows[i] = tokens[i] + head * dim;
+  if (dim == padded) return;
+  for (int64_t i = 0; i < round_up(n, kPanel); ++i) {
+    std::memcpy(stage + i * padded, rows[i], static_cast<size_t>(dim) * sizeof(T));
+    rows[i] = stage + i * padded;
   }
 }
 
@@ -346,11 +343,10 @@ void select_head(const T* const* tokens, int64_t n, int64_t head, int64_t dim, i
 // core); those into the second are lost when there are too many, so the second time catches them.
 template <int64_t Bytes, typename T>
 inline void prefetch(const T* const* ahead, const T* const* rows, int64_t i, int64_t from) {
-  const int64_t soon = least(i + kSoon, kKeys - 1);
 #pragma GCC unroll 8
   for (int64_t b = 0; b < Bytes; b += 64) {
     __builtin_prefetch(reinterpret_cast<const char*>(ahead[i] + from) + b, 0, 2);
-    __builtin_prefetch(reinterpret_cast<const char*>(rows[soon] + from) + b, 0, 2);
+    __builtin_prefetch(reinterpret_cast<const char*>(rows[i + kSoon] + from) + b, 0, 2);
   }
 }
 
@@ -608,9 +604,9 @@ struct Pass {
   int64_t rows;   // (query, head) pairs per KV head, the heads of a query together
   bool is_packed;
   Scratch<T> scratch;
-  State state;  // KV head after KV head
-  const T* keys[kKeys];
-  const T* values[kKeys];
+  State state;                   // KV head after KV head
+  const T* keys[kKeys + kSoon];  // and the first that are read after them
+  const T* values[kKeys + kSoon];
   const float* packed[kKeys];
   const T* ahead_k[kKeys];
   const T* ahead_v[kKeys];
@@ -730,8 +726,13 @@ struct Pass {
   }
 
   // What to ask for while a KV head's keys are computed: its share of the next block, in the order of memory.
-  void look_ahead(const Block<T>& next, int64_t head) {
+  void look_ahead(const Block<T>& block, const Block<T>& next, int64_t head) {
     const int64_t heads = tile.num_kv_heads;
+    const bool is_last = head + 1 == heads;
+    for (int64_t i = 0; i < kSoon; ++i) {
+      keys[kKeys + i] = is_last ? next.k[i] : block.k[i] + (head + 1) * call.k_dim;
+      values[kKeys + i] = is_last ? next.v[i] : block.v[i] + (head + 1) * call.v_dim;
+    }
     int64_t token = head * kKeys / heads, part = head * kKeys % heads;
     for (int64_t i = 0; i < kKeys; ++i) {
       ahead_k[i] = next.k[token] + part * call.k_dim;
@@ -767,7 +768,7 @@ struct Pass {
       for (int64_t head = 0; head < tile.num_kv_heads; ++head) {
         select_head(block.k, block.n, head, call.k_dim, sizes.k, scratch.stage_k, keys);
         select_head(block.v, block.n, head, call.v_dim, sizes.v, scratch.stage_v, values);
-        look_ahead(next, head);
+        look_ahead(block, next, head);
         if (is_packed) {
           pack_keys(keys, block.n, sizes.k, scratch.keys);
           pack_values(values, block.n, sizes.v, scratch.values);
