@@ -1,4 +1,4 @@
-"""Attention on the CPU, SmolLM2's shape, over shuffled pages: against reading the same bytes, and torch's SDPA.
+"""Attention on the CPU over shuffled pages, SmolLM2's shape: against reading the same bytes, and SDPA.
 
 Times are of the wall clock, with all of torch's threads: the best of many rounds in which the contenders take
 turns, because a busy neighbour only ever adds. `warm`: one layer again and again, whose bytes a large cache
@@ -30,8 +30,8 @@ HEADS, KV_HEADS, DIM, PAGE, LAYERS = 9, 3, 64, 16, 30
 
 
 class Step:
-    """A step of `rows` rows of equal length, which compute `queries` tokens each, over pools of random numbers
-    with shuffled pages; and ways to compute its attention. Ways take the number of a layer.
+    """A step of `rows` rows of equal length, which compute `queries` tokens each, over pools of random
+    numbers with shuffled pages; and ways to compute its attention, given the number of a layer.
     """
 
     def __init__(self, rows: int, length: int, queries: int, dtype: torch.dtype, layers: int) -> None:
@@ -121,7 +121,7 @@ class Step:
 
 
 def best_microseconds(calls: Calls, layers: int, rounds: int) -> dict[str, float]:
-    """Return the time of each call: the best of each layer, on average over the layers. Calls take turns after
+    """Return the time of each call: the best of each layer, averaged over the layers. Calls take turns after
     each pass over the layers.
     """
     best = {name: [math.inf] * layers for name in calls}

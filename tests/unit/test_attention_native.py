@@ -1,4 +1,4 @@
-"""Native attention on the CPU against the reference in float64, on every instruction set that this machine has."""
+"""Native attention on the CPU against the reference in float64, on every instruction set of this machine."""
 
 import _thread
 import subprocess
@@ -212,7 +212,7 @@ def test_an_unknown_level_is_refused():
     assert LEVELS[-1] == "baseline"
     case = Case(Model(), [(5, 1)])
     out = torch.full((1, 4, 8), 3.0)
-    with pytest.raises(ArgumentError, match="level: this machine has no sse9: it has .*baseline"):
+    with pytest.raises(ArgumentError, match=r"level: this machine has no sse9: it has .*baseline"):
         native(case, "sse9", out=out)
     assert (out == 3.0).all()
 
