@@ -28,6 +28,7 @@ NUM_ROWS, CAPACITY = 6, 99
 KV: dict[str, Any] = {"kv_heads": 2, "k_dim": 8, "v_dim": 8}
 SHARED = ("rows", "lengths", "query_start_loc", "positions", "batch_indices")
 PER_GROUP = ("slot_mapping", "page_table", "indptr", "indices", "last_page_len", "begins")
+WORK = ("segments", "members", "splits")
 
 
 def layer_of(window: int | None = None, sink_tokens: int = 0, v_dim: int = 8) -> Any:
@@ -74,6 +75,8 @@ def case_of(
         places=places,
         page_ids=ids,
         num_groups=len(tables),
+        windows=[geometry.window or None for geometry in pools._buffers.geometries.values()],
+        targets=[geometry.target for geometry in pools._buffers.geometries.values()],
     )
     pools.apply(delta)
     kernel_pages, limits = more.get("kernel_page_tokens", {}), more.get("max_indices", {})
@@ -83,7 +86,8 @@ def case_of(
         width = len(table[0]) * group.page_tokens // size
         window = None if group.storage.sink_tokens else group.window
         limit = limits.get(group.name, num_rows * width)
-        groups.append(Pages(group.name, group.page_tokens, size, window, table, limit))
+        target = pools._buffers.geometries[group.name].target
+        groups.append(Pages(group.name, group.page_tokens, size, window, table, limit, target))
     return Case(pools, groups, rows, delta)
 
 
@@ -113,7 +117,8 @@ def cases(draw: st.DrawFn) -> Case:
         count = min(draw(st.sampled_from([0, 1, 1, 2, 7, length])), length)
         rows.append(Row(number, length, count))
     limits = {name: draw(st.sampled_from([1, 5, 10_000])) for name in page_tokens}
-    return case_of(layout, tables, rows, kernel_page_tokens=kernel_pages, max_indices=limits)
+    workers = draw(st.sampled_from([0, 1, 5, 264]))
+    return case_of(layout, tables, rows, kernel_page_tokens=kernel_pages, max_indices=limits, workers=workers)
 
 
 def buffers_of(pools: Pools) -> dict[str, torch.Tensor]:
@@ -126,6 +131,8 @@ def numbers_of(batch: Batch | HostBatch, names: list[str]) -> dict[str, Any]:
     for group in names:
         for name in PER_GROUP:
             found[f"{group}.{name}"] = getattr(batch[group], name).tolist()
+        for name in WORK:
+            found[f"{group}.{name}"] = getattr(batch[group].work, name).tolist()
         found[f"{group}.indices"] = found[f"{group}.indices"][: found[f"{group}.indptr"][-1]]
     return found
 
