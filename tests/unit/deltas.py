@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
 from pagoda.manager import Delta
+from pagoda.pools import Pools
 from unit.work_model import work_model
 
 FORMAT = 0x50474431
@@ -44,6 +46,15 @@ def work_of(
         head += entry
         body += words
     return [*head, *body]
+
+
+def lists_for(pools: Pools) -> dict[str, Any]:
+    """Arguments of `delta_of`: the work lists that a manager would make for these pools."""
+    geometries = pools._buffers.geometries.values()
+    return {
+        "windows": [geometry.window or None for geometry in geometries],
+        "targets": [geometry.target for geometry in geometries],
+    }
 
 
 def delta_of(

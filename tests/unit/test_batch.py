@@ -22,7 +22,7 @@ from pagoda.layout import (
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Batch, HostBatch, Pools, Staging
 from unit.batch_model import Pages, Row, model, positions_read, slot_at
-from unit.deltas import delta_of
+from unit.deltas import delta_of, lists_for
 
 NUM_ROWS, CAPACITY = 6, 99
 KV: dict[str, Any] = {"kv_heads": 2, "k_dim": 8, "v_dim": 8}
@@ -75,8 +75,7 @@ def case_of(
         places=places,
         page_ids=ids,
         num_groups=len(tables),
-        windows=[geometry.window or None for geometry in pools._buffers.geometries.values()],
-        targets=[geometry.target for geometry in pools._buffers.geometries.values()],
+        **lists_for(pools),
     )
     pools.apply(delta)
     kernel_pages, limits = more.get("kernel_page_tokens", {}), more.get("max_indices", {})
@@ -680,11 +679,12 @@ def test_pools_without_batches_have_no_buffers_for_them():
 
 
 def test_memory_of_batches_is_counted():
-    case = decoding(max_step_tokens=8)
+    case = decoding(max_step_tokens=8, workers=6)  # 3 for each of the two KV heads
     buffers = buffers_of(case.pools).values()
     # [4] rows, lengths, last_page_len, begins; [5] starts, indptr; [4, 2] table; [8] indices, batch_indices;
-    # 8-byte numbers.
-    assert sum(buffer.nbytes for buffer in buffers) == 4 * (4 * 4 + 2 * 5 + 8 + 8 + 8) + 8 * (2 * 8)
+    # 8-byte numbers; [4 + 3, 4] segments, [4 + 3, 2] members, [4, 2] splits.
+    work = 4 * (7 * 4 + 7 * 2 + 4 * 2)
+    assert sum(buffer.nbytes for buffer in buffers) == 4 * (4 * 4 + 2 * 5 + 8 + 8 + 8) + 8 * (2 * 8) + work
 
 
 def test_two_pools_with_one_staging_do_not_read_each_others_deltas(device: str):
