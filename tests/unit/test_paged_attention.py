@@ -14,7 +14,7 @@ from pagoda.errors import ArgumentError
 from pagoda.layout import FullAttention, LatentAttention, Layout, WindowAttention, latent
 from pagoda.pools import GroupBatch, Pools
 from profiles import examples
-from unit.deltas import delta_of
+from unit.deltas import delta_of, lists_for
 
 NUM_PAGES = 60
 
@@ -103,6 +103,7 @@ class Case:
             places=range(most, table.numel()),
             page_ids=table.flatten()[most:].tolist(),
             num_groups=1,
+            **lists_for(self.pools),
         )
         self.pools.apply(delta)
         self.batch = self.pools.batch(delta, pad_to=(num_rows, num_tokens + 3))
