@@ -55,7 +55,9 @@ class Constants:
 
 
 @triton.jit
-def _where(base, at, is_in, FIRST: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, IS_MASKED: tl.constexpr):
+def _where(
+    base, at, is_in, FIRST: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, IS_MASKED: tl.constexpr
+):
     """Load elements FIRST, … of the vectors that begin at some offsets: [n, WIDTH]."""
     d = FIRST + tl.arange(0, WIDTH)
     where = base + at[:, None] + d[None, :]
@@ -210,7 +212,12 @@ def _spread(base, at, C: tl.constexpr):
     STEP: tl.constexpr = 2 if C.fp8 else 1
     d1 = tl.arange(0, C.v_first) * STEP
     d2 = (tl.arange(0, C.v_rest) * STEP + (1 if C.fp8 else C.v_first)) if C.v_rest else d1
-    return base + at[:, None] + d1[None, :], base + at[:, None] + d2[None, :], d1 < C.v_dim * STEP, d2 < C.v_dim * STEP
+    return (
+        base + at[:, None] + d1[None, :],
+        base + at[:, None] + d2[None, :],
+        d1 < C.v_dim * STEP,
+        d2 < C.v_dim * STEP,
+    )
 
 
 @triton.jit
@@ -272,7 +279,9 @@ def _merge(
             for start in range(0, num_parts, BLOCK):
                 p = start + tl.arange(0, BLOCK)
                 is_part = p < num_parts
-                at = (first_part + p * (after - first) + token - first).to(tl.int64) * (C.kv_heads * C.group) + which
+                at = (first_part + p * (after - first) + token - first).to(tl.int64) * (
+                    C.kv_heads * C.group
+                ) + which
                 lse = tl.load(lses + at, mask=is_part, other=float("-inf"))
                 x = tl.load(
                     parts + at[:, None] * C.v_numbers + d[None, :],
@@ -384,7 +393,9 @@ def _extend(
         # All queries read the keys in [inner, outer).
         inner = low
         if C.has_window:
-            inner = tl.minimum(tl.maximum(low, tl.cdiv(tl.maximum(highest - window + 1, 0), C.keys) * C.keys), high)
+            inner = tl.minimum(
+                tl.maximum(low, tl.cdiv(tl.maximum(highest - window + 1, 0), C.keys) * C.keys), high
+            )
             for start in range(low, inner, C.keys):
                 m, l, acc1, acc2 = _block(
                     q1, q2, m, l, acc1, acc2, start, length, at_row, own, k, v, factor, softcap,
