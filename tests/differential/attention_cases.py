@@ -320,7 +320,9 @@ def covering() -> Iterator[Variant]:
             {name: seed.get(name, source.choice(values)) for name, values in FACTORS.items()}
             for _ in range(60)
         ]
-        best = max((each for each in drawn if is_possible(each)), key=lambda each: len(pairs_of(each) & missing))
+        best = max(
+            (each for each in drawn if is_possible(each)), key=lambda each: len(pairs_of(each) & missing)
+        )
         missing -= pairs_of(best)
         yield Variant(**best)
 
@@ -369,7 +371,10 @@ def judge(attend: Attend, case: Case, is_strided: bool = False) -> torch.Tensor:
     padded = torch.full((total, *queries.shape[1:]), math.nan, dtype=queries.dtype)
     padded[:num_tokens] = queries
     room = torch.full((heads + 1, total, width + 16), GUARD, dtype=queries.dtype, device=device)
-    given, out = padded.to(device), torch.full((total, heads, width), math.nan, dtype=queries.dtype).to(device)
+    given, out = (
+        padded.to(device),
+        torch.full((total, heads, width), math.nan, dtype=queries.dtype).to(device),
+    )
     if is_strided:
         wide = torch.full((heads + 2, total, queries.shape[2] + 8), math.nan, dtype=queries.dtype)
         wide[1:-1, :, : queries.shape[2]] = padded.transpose(0, 1)
