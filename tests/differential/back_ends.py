@@ -4,8 +4,8 @@ about a step; out: what it computes, in float64.
 They read what a call says that it reads, a query at a time, and nothing else; what a call does not say that
 it writes is NaN. Only dense causal attention with windows and softcap is here. Sources:
 
-- FlashInfer: https://docs.flashinfer.ai/api/attention.html (decode, prefill and MLA wrappers),
-  https://docs.flashinfer.ai/tutorials/kv_layout.html (page tables, NHD and HND, MLA pages),
+- FlashInfer: https://docs.flashinfer.ai/api/decode.html, https://docs.flashinfer.ai/api/prefill.html,
+  https://docs.flashinfer.ai/api/mla.html,
   https://docs.flashinfer.ai/generated/flashinfer.page.append_paged_kv_cache.html
 - FlashAttention: docstrings of https://github.com/Dao-AILab/flash-attention,
   flash_attn/flash_attn_interface.py and hopper/flash_attn_interface.py
@@ -13,6 +13,7 @@ it writes is NaN. Only dense causal attention with windows and softcap is here. 
 - vLLM: https://docs.vllm.ai/en/v0.14.0/api/vllm/v1/attention/backends/utils/ (metadata, padding of slots)
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -243,7 +244,7 @@ def flash_attn_with_kvcache(
     else:
         starts, packed = ints(cu_seqlens_q), q
         assert max_seqlen_q is not None
-        assert all(two - one <= max_seqlen_q for one, two in zip(starts, starts[1:], strict=False))
+        assert all(two - one <= max_seqlen_q for one, two in itertools.pairwise(starts))
     out = block_table_rows(
         packed, k_cache, v_cache, starts, lengths, page_table, softmax_scale, causal, window_size, softcap
     )
