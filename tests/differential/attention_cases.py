@@ -18,7 +18,7 @@ from pagoda.attention import _reference, paged
 from pagoda.attention._call import Call, checked
 from pagoda.layout import FullAttention, LatentAttention, Layout, WindowAttention, latent
 from pagoda.pools import GroupBatch, Pools
-from unit.deltas import delta_of
+from unit.deltas import delta_of, lists_for
 
 __all__ = [
     "SHAPES", "VARIANTS", "Case", "Model", "Variant", "assert_close", "attend_one", "case_of", "judge",
@@ -127,6 +127,7 @@ class Case:
             places=range(most, table.numel()),
             page_ids=table.flatten()[most:].tolist(),
             num_groups=1,
+            **lists_for(self.pools),
         )
         self.pools.apply(delta)
         pad_to = None if padding is None else (len(rows) + padding[0], num_tokens + padding[1])

@@ -15,7 +15,7 @@ from pagoda.attention._call import checked
 from pagoda.layout import FullAttention, LatentAttention, Layout, WindowAttention, latent
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Batch, Pools
-from unit.deltas import delta_of
+from unit.deltas import delta_of, lists_for
 
 pytestmark = pytest.mark.gpu
 
@@ -235,6 +235,7 @@ def test_a_pool_past_2_to_the_31_elements(kind: str, page: int):
         delta = delta_of(
             1, rows=range(1, 5), lengths=[length for length, _ in rows], counts=[count for _, count in rows],
             places=range(most, table.numel()), page_ids=table.flatten()[most:].tolist(), num_groups=1,
+            **lists_for(pools),
         )  # fmt: skip
         pools.apply(delta)
         batch = pools.batch(delta)

@@ -12,7 +12,7 @@ from pagoda.errors import CaptureError
 from pagoda.layout import FullAttention, Layout, WindowAttention
 from pagoda.manager import Delta
 from pagoda.pools import Batch, Pools
-from unit.deltas import delta_of
+from unit.deltas import delta_of, lists_for
 
 pytestmark = pytest.mark.gpu
 
@@ -38,9 +38,9 @@ def pools_of(layout: Layout, device: str = "cuda", **more: Any) -> Pools:
     )
 
 
-def some_step(step: int, num_groups: int) -> Delta:
+def some_step(step: int, pools: Pools) -> Delta:
     """Some rows with some tokens each, and writes everywhere in the tables."""
-    random = np.random.default_rng(step)
+    random, num_groups = np.random.default_rng(step), len(pools.pools)
     max_pages = MAX_TOKENS // PAGE
     num_places = num_groups * (NUM_ROWS + 1) * max_pages
     row_of = np.arange(num_places) // max_pages % (NUM_ROWS + 1)
@@ -55,6 +55,7 @@ def some_step(step: int, num_groups: int) -> Delta:
         places=places.tolist(),
         page_ids=random.integers(0, CAPACITY + 1, len(places)).tolist(),
         num_groups=num_groups,
+        **lists_for(pools),
     )
 
 

@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from unit.work_model import work_model
+
 
 class Pages(NamedTuple):
     """A group as kernels see it. `table[row]` has the ids of its pages, 0 for none."""
@@ -12,6 +14,7 @@ class Pages(NamedTuple):
     window: int | None  # None also where sink tokens are read however far the window is
     table: list[list[int]]
     max_indices: int
+    target: int = 0  # of its work list; 0: it has none
 
     @property
     def width(self) -> int:
@@ -62,7 +65,22 @@ def model(groups: list[Pages], rows: list[Row], num_rows: int, num_tokens: int) 
         for name, numbers in _of_group(group, [*rows, *padding]).items():
             found[f"{group.name}.{name}"] = numbers
         found[f"{group.name}.slot_mapping"] += [-1] * spare
+        for name, numbers in _work_of_group(group, rows, num_rows).items():
+            found[f"{group.name}.{name}"] = numbers
     return found
+
+
+def _work_of_group(group: Pages, rows: list[Row], num_rows: int) -> dict[str, Any]:
+    if not group.target:
+        return {"segments": [], "members": [], "splits": []}
+    lengths, counts = [row.length for row in rows], [row.count for row in rows]
+    work = work_model(lengths, counts, group.window, group.target)
+    room = num_rows + group.target - len(work.segments)
+    return {
+        "segments": work.segments + [[0] * 4] * room,
+        "members": work.members + [[0] * 2] * room,
+        "splits": work.splits + [[0, -1]] * (num_rows - len(rows)),
+    }
 
 
 def _of_group(group: Pages, rows: list[Row]) -> dict[str, Any]:

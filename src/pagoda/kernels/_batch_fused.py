@@ -34,7 +34,17 @@ _INDPTR = tl.constexpr(8)
 _INDICES = tl.constexpr(9)
 _LAST_PAGE_LEN = tl.constexpr(10)
 _BEGINS = tl.constexpr(11)
-_NUM_PARAMETERS = tl.constexpr(12)
+_TARGET = tl.constexpr(12)
+_SEGMENTS = tl.constexpr(13)
+_MEMBERS = tl.constexpr(14)
+_SPLITS = tl.constexpr(15)
+_NUM_PARAMETERS = tl.constexpr(16)
+# A group in the directory of a delta's work, as native/core/delta.hpp describes it: its words, and where
+# segments, members (each with their number) and splits begin.
+_WORK_ENTRY = tl.constexpr(8)
+_WORK_SEGMENTS = tl.constexpr(1)
+_WORK_MEMBERS = tl.constexpr(3)
+_WORK_SPLITS = tl.constexpr(5)
 
 
 class GroupPages(NamedTuple):
@@ -44,12 +54,16 @@ class GroupPages(NamedTuple):
     page_tokens: int
     kernel_page_tokens: int
     window: int  # 0: no window
+    target: int  # of its work list; 0: it has none
     slot_mapping: torch.Tensor  # [max_tokens] int64
     page_table: torch.Tensor  # [max_rows, width] int32
     indptr: torch.Tensor  # [max_rows + 1] int32
     indices: torch.Tensor  # [max_indices] int32
     last_page_len: torch.Tensor  # [max_rows] int32
     begins: torch.Tensor  # [max_rows] int32
+    segments: torch.Tensor  # [max_rows + target, 4] int32
+    members: torch.Tensor  # [max_rows + target, 2] int32
+    splits: torch.Tensor  # [max_rows, 2] int32
 
 
 @triton.jit
@@ -165,20 +179,50 @@ def _fill_tokens(
         tl.store(batch_indices + token, tl.where(is_token, low, -1), mask=token < padded_tokens)
 
 
+@triton.jit
+def _copy_words(source, num_given, to, num_words, word, first, other):
+    # Copies the given words, which lie at `first` and up in a space of `word`s, and fills up with `other`.
+    at = word - first
+    value = tl.load(source + at, mask=(at >= 0) & (at < num_given), other=0)
+    tl.store(to + at, tl.where(at < num_given, value, other), mask=(at >= 0) & (at < num_words))
+
+
+@triton.jit
+def _fill_work(
+    first_word, work, num_rows, padded_rows, target, segments, members, splits, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # All words of the three buffers, one after the other. A step without rows has no list.
+    word = first_word + tl.arange(0, BLOCK)
+    entry = work + tl.program_id(1) * _WORK_ENTRY
+    is_given = num_rows > 0
+    segments_at = tl.load(entry + _WORK_SEGMENTS, mask=is_given, other=0)
+    num_segments = tl.load(entry + _WORK_SEGMENTS + 1, mask=is_given, other=0)
+    members_at = tl.load(entry + _WORK_MEMBERS, mask=is_given, other=0)
+    num_members = tl.load(entry + _WORK_MEMBERS + 1, mask=is_given, other=0)
+    splits_at = tl.load(entry + _WORK_SPLITS, mask=is_given, other=0)
+    room = padded_rows + target
+    _copy_words(work + segments_at, 4 * num_segments, segments, 4 * room, word, 0, 0)
+    _copy_words(work + members_at, 2 * num_members, members, 2 * room, word, 4 * room, 0)
+    padding = -(word % 2)  # 6 * room is even: (0, −1) for each row
+    _copy_words(work + splits_at, 2 * num_rows, splits, 2 * padded_rows, word, 6 * room, padding)
+
+
 @triton.jit(
     do_not_specialize=[
-        "rows_at", "lengths_at", "starts_at", "num_rows", "padded_rows", "padded_tokens", "table_rows",
+        "rows_at", "lengths_at", "starts_at", "work_at", "num_rows", "padded_rows", "padded_tokens",
+        "table_rows",
     ],
     do_not_specialize_on_alignment=["parameters", "table", "packed"],
 )  # fmt: skip
 def _fill(
-    parameters, table, packed, rows_at, lengths_at, starts_at, num_rows, padded_rows, padded_tokens,
+    parameters, table, packed, rows_at, lengths_at, starts_at, work_at, num_rows, padded_rows, padded_tokens,
     table_rows, positions, batch_indices, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows, lengths, starts = packed + rows_at, packed + lengths_at, packed + starts_at
     # The first programs of a group fill one block of columns of one row each, the next ones a block of tokens
-    # each; the rest, which only a larger group needs, do nothing. All parameters are loaded up front: loading
-    # each one where it is used would cost one trip to memory per parameter.
+    # each, then a block of the work list each; the rest, which only a larger group needs, do nothing. All
+    # parameters are loaded up front: loading each one where it is used would cost one trip to memory per
+    # parameter.
     group = parameters + tl.program_id(1) * _NUM_PARAMETERS
     table += tl.load(group + _COLUMNS_BEFORE) * table_rows
     page_tokens, kernel_page = _size(group, _PAGE), _size(group, _KERNEL_PAGE)
@@ -186,6 +230,8 @@ def _fill(
     begins, indptr, indices = _buffer(group, _BEGINS), _buffer(group, _INDPTR), _buffer(group, _INDICES)
     page_table = _buffer(group, _PAGE_TABLE)
     slot_mapping = tl.load(group + _SLOT_MAPPING).to(tl.pointer_type(tl.int64))
+    target = _size(group, _TARGET)
+    segments, members, splits = _buffer(group, _SEGMENTS), _buffer(group, _MEMBERS), _buffer(group, _SPLITS)
     split = page_tokens // kernel_page
     width = max_pages * split
     num_blocks = tl.cdiv(width, BLOCK)
@@ -202,6 +248,13 @@ def _fill(
                 first_token.to(tl.int32), table, rows, lengths, starts, num_rows, padded_tokens, max_pages,
                 page_tokens, slot_mapping, positions, batch_indices, BLOCK,
             )  # fmt: skip
+        else:
+            first_word = (program - padded_rows * num_blocks - tl.cdiv(padded_tokens, BLOCK)) * BLOCK
+            if (target > 0) & (first_word < 8 * padded_rows + 6 * target):
+                _fill_work(
+                    first_word, packed + work_at, num_rows, padded_rows, target, segments, members, splits,
+                    BLOCK,
+                )  # fmt: skip
 
 
 _launch_count, _launch_fill = Launch(_count, num_warps=8), Launch(_fill, num_warps=4)
@@ -215,6 +268,7 @@ class Prepared(NamedTuple):
     parameters: torch.Tensor  # [groups, _NUM_PARAMETERS] int64
     count_block: int
     num_blocks: int  # blocks of columns in the widest table
+    target: int  # the largest of the groups
     groups: Sequence[GroupPages]  # keeps their buffers alive
 
 
@@ -225,7 +279,7 @@ def no_pages(max_rows: int, max_tokens: int, device: torch.device) -> GroupPages
     rows = torch.zeros(3 * (max_rows + 1), dtype=torch.int32, device=device).view(3, -1)
     none = rows[:, :0]
     return GroupPages(
-        0, 1 << 30, 1 << 30, 0, slots, none.view(max_rows, 0), rows[0], none[0], rows[1], rows[2]
+        0, 1 << 30, 1 << 30, 0, 0, slots, none.view(max_rows, 0), rows[0], none[0], rows[1], rows[2], *none
     )
 
 
@@ -239,12 +293,22 @@ def prepare(groups: Sequence[GroupPages], device: torch.device) -> Prepared:
             group.slot_mapping, group.page_table, group.indptr, group.indices, group.last_page_len,
             group.begins,
         )  # fmt: skip
-        parameters.append([*sizes, group.indices.shape[0], *(buffer.data_ptr() for buffer in buffers)])
+        work = group.segments, group.members, group.splits
+        parameters.append(
+            [
+                *sizes,
+                group.indices.shape[0],
+                *(buffer.data_ptr() for buffer in buffers),
+                group.target,
+                *(buffer.data_ptr() for buffer in work),
+            ]
+        )
         columns_before += group.max_pages
     on_device = torch.tensor(parameters, dtype=torch.int64, device=device)
     count_block = min(_COUNT_BLOCK, max(16, triton.next_power_of_2(max_rows)))
     widest = max(group.page_table.shape[1] for group in groups)
-    return Prepared(on_device, count_block, -(-widest // _FILL_BLOCK), groups)
+    target = max(group.target for group in groups)
+    return Prepared(on_device, count_block, -(-widest // _FILL_BLOCK), target, groups)
 
 
 def fill(
@@ -252,20 +316,21 @@ def fill(
     table: torch.Tensor,  # [num_places] int32, the tables of all groups, one after the other
     table_rows: int,  # rows of each table, row 0 included
     packed: torch.Tensor,  # [n] int32, a delta
-    sections: tuple[int, int, int],  # where its rows, lengths and starts begin
+    sections: tuple[int, ...],  # where its rows, lengths, starts and work begin
     num_rows: int,
     padded_rows: int,
     padded_tokens: int,
     out: tuple[torch.Tensor, ...],  # rows, lengths, starts, positions, batch_indices
 ) -> None:
     """Fill the buffers of all groups in two launches, up to the padded rows and tokens."""
-    parameters, count_block, num_blocks, _ = prepared
+    parameters, count_block, num_blocks, target, _ = prepared
     num_groups = parameters.shape[0]
     _launch_count(
-        (num_groups, 1, 1), parameters, packed, *sections, num_rows, padded_rows, *out[:3],
+        (num_groups, 1, 1), parameters, packed, *sections[:3], num_rows, padded_rows, *out[:3],
         constants=(count_block,),
     )  # fmt: skip
-    num_programs = padded_rows * num_blocks + -(-padded_tokens // _FILL_BLOCK)
+    num_words = 8 * padded_rows + 6 * target if target else 0
+    num_programs = padded_rows * num_blocks + -(-padded_tokens // _FILL_BLOCK) + -(-num_words // _FILL_BLOCK)
     _launch_fill(
         (max(1, num_programs), num_groups, 1), parameters, table, packed, *sections, num_rows, padded_rows,
         padded_tokens, table_rows, *out[3:], constants=(_FILL_BLOCK,),

@@ -1,0 +1,83 @@
+"""The work list of a group, row by row: slow, and written from the documentation alone."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+DECODE_QUERIES, TILE = 8, 64
+
+
+class Model(NamedTuple):
+    segments: list[list[int]]
+    members: list[list[int]]
+    splits: list[list[int]]
+    num_parts: int
+    extend_parts: int
+
+    def section(self, begin: int, target: int) -> tuple[list[int], list[int]]:
+        """Its words in the directory of a delta's work, and its own words at `begin`."""
+        members = begin + 4 * len(self.segments)
+        splits = members + 2 * len(self.members)
+        entry = [target, begin, len(self.segments), members, len(self.members), splits]
+        words = [word for part in self[:3] for row in part for word in row]
+        return [*entry, self.num_parts, self.extend_parts], [*words, *[0] * (-len(words) % 4)]
+
+
+def span_of(length: int, count: int, window: int | None) -> range:
+    """The keys that a row's queries read."""
+    return range(0 if window is None else max(0, length - count - window + 1), length)
+
+
+def work_model(lengths: Sequence[int], counts: Sequence[int], window: int | None, target: int) -> Model:
+    """The list of a step's rows."""
+    spans = [span_of(*row, window) for row in zip(lengths, counts, strict=True)]
+    decode = [i for i, count in enumerate(counts) if 1 <= count <= DECODE_QUERIES]
+    tiles = sum(-(-count // TILE) for count in counts if count > DECODE_QUERIES)
+    total = sum(len(spans[i]) for i in decode)
+    chunk = max(256, math.ceil(math.ceil(total / target) / 64) * 64)
+    splits, num_parts, extend_parts = [], 0, 1
+    for count, span in zip(counts, spans, strict=True):
+        parts = 0
+        if count > DECODE_QUERIES:
+            parts = max(1, min(target // tiles, 16, -(-len(span) // 1024)))
+            extend_parts = max(extend_parts, parts)
+        elif count:
+            parts = -(-len(span) // chunk)
+        splits.append([parts, num_parts if parts > 1 else -1])
+        num_parts += parts * count if parts > 1 else 0
+    pieces = []  # (row, begin, end, part), in their final order
+    for i in decode:
+        (parts, first), span = splits[i], spans[i]
+        inner = [(span.start + p * len(span) // parts) // 64 * 64 for p in range(1, parts)]
+        ends = [*inner, span.stop]
+        if parts > 1:
+            for p, (begin, end) in enumerate(zip([span.start, *inner], ends, strict=True)):
+                pieces.append((i, begin, end, first + p * counts[i]))
+    whole = sorted((i for i in decode if splits[i][0] == 1), key=lambda i: -len(spans[i]).bit_length())
+    pieces += [(i, spans[i].start, spans[i].stop, -1) for i in whole]
+    return Model(
+        [[begin, end, number, 1] for number, (_, begin, end, _) in enumerate(pieces)],
+        [[i, part] for i, _, _, part in pieces],
+        splits,
+        num_parts,
+        extend_parts,
+    )
+
+
+def require_cover(model: Model, lengths: Sequence[int], counts: Sequence[int], window: int | None) -> None:
+    """Every key of a decode row's span is in exactly one segment, and every result has a part of its own."""
+    keys: dict[int, list[int]] = {i: [] for i in range(len(lengths))}
+    results: list[int] = []
+    for begin, end, first, n in model.segments:
+        assert begin < end
+        for row, part in model.members[first : first + n]:
+            keys[row] += range(begin, end)
+            assert (part >= 0) == (model.splits[row][0] > 1)
+            results += range(part, part + counts[row]) if part >= 0 else []
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        is_decode = 1 <= count <= DECODE_QUERIES
+        assert keys[row] == (list(span_of(length, count, window)) if is_decode else [])
+        parts, first = model.splits[row]
+        if not is_decode and parts > 1:
+            results += range(first, first + parts * count)
+    assert sorted(results) == list(range(model.num_parts))
