@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from differential.attention_cases import (
+    ROWS,
     SHAPES,
     VARIANTS,
     Attend,
@@ -31,21 +32,23 @@ from pagoda.attention._call import Call
 from profiles import examples
 
 HAS_CUDA = torch.cuda.is_available()
-DEVICES = {"_reference": "cpu", "_native": "cpu", "_triton": "cuda" if HAS_CUDA else "cpu"}
+TRITON_DEVICE = "cuda" if HAS_CUDA else "cpu"
+MODULES = {  # and where their tensors are
+    "listed": ("differential.listed_attention", "cpu"),
+    "native": ("pagoda.attention._native", "cpu"),
+    "triton": ("pagoda.attention._triton", TRITON_DEVICE),
+}
+NAMES = [name for name, (module, _) in MODULES.items() if importlib.util.find_spec(module)]
+DEVICES = {name: MODULES[name][1] for name in NAMES}
 
 
 def takes(name: str, variant: Variant) -> bool:
     """The native kernels have queries of the pool's dtype, float32 or bfloat16."""
-    return name != "_native" or variant.dtype in ("float32/float32", "bfloat16/bfloat16")
-
-
-IMPLEMENTATIONS = [name for name in DEVICES if importlib.util.find_spec(f"pagoda.attention.{name}")]
-FAST = IMPLEMENTATIONS[1:] or IMPLEMENTATIONS  # the reference is judged by plain attention elsewhere
+    return name != "native" or variant.dtype in ("float32/float32", "bfloat16/bfloat16")
 
 
 def attend_of(name: str) -> Attend:
-    module = importlib.import_module(f"pagoda.attention.{name}")
-    attend: Attend = module.attend
+    attend: Attend = importlib.import_module(MODULES[name][0]).attend
     return attend
 
 
@@ -53,7 +56,7 @@ def each(variants: list[Variant]) -> Any:
     """A test for each implementation and each variant that it takes."""
     return pytest.mark.parametrize(
         ("name", "variant"),
-        [(name, variant) for name in FAST for variant in variants if takes(name, variant)],
+        [(name, variant) for name in NAMES for variant in variants if takes(name, variant)],
         ids=str,
     )
 
@@ -63,6 +66,19 @@ def test_all_pairs_of_values_are_among_the_variants():
     assert found >= needed_pairs()
     # 11 shapes and 9 dtypes alone make 99 pairs: few more variants than that have all the others, too.
     assert len(VARIANTS) <= 110
+
+
+def test_rows_are_split_or_not_as_the_variants_say():
+    parts = {}
+    for rows in ROWS:
+        case = Case(SHAPES["16x1"], ROWS[rows], 16)
+        found = case.view.work.splits.tolist()
+        parts[rows] = [n for n, _ in found[: len(ROWS[rows])]]
+    assert max(parts["split"][:2]) > 2, "a row of several parts"
+    assert parts["split"][-1] == 1
+    assert parts["long"][0] > 2, "an extend row of several parts"
+    assert parts["long"][1] > 1, "a decode row"
+    assert all(max(parts[rows]) == 1 for rows in ROWS if rows not in ("split", "long"))
 
 
 @each(VARIANTS)
@@ -94,7 +110,7 @@ def test_strides_change_no_byte(name: str, variant: Variant):
     assert same_bytes(judge(attend, case, is_strided=True), judge(attend, case))
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", NAMES)
 def test_pages_of_the_kernel_give_the_same_bytes_whatever_the_pages_of_the_group_are(name: str):
     attend, device = attend_of(name), DEVICES[name]
     rows = [(70, 1), (30, 9), (300, 1)]
@@ -104,7 +120,7 @@ def test_pages_of_the_kernel_give_the_same_bytes_whatever_the_pages_of_the_group
     assert same_bytes(*(judge(attend, case) for case in cases))
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_that_share_pages(name: str):
     rows = [(300, 1), (200, 1), (130, 1), (129, 17), (64, 2), (400, 1)]
     case = Case(SHAPES["64x2"], rows, 16, None, DEVICES[name], prefix=128)
@@ -112,7 +128,19 @@ def test_rows_that_share_pages(name: str):
     judge(attend_of(name), case)
 
 
-@pytest.mark.parametrize("name", FAST)
+def test_a_segment_may_have_several_rows():
+    """Two rows that share 256 tokens, which one segment computes for both: the format has room for it."""
+    case = Case(SHAPES["64x2"], [(300, 1), (290, 1)], 16, prefix=256, padding=None)
+    expected = judge(attend_of("listed"), case)
+    work = case.view.work
+    work.segments.zero_()
+    work.segments[:3] = torch.tensor([[0, 256, 0, 2], [256, 300, 2, 1], [256, 290, 3, 1]])
+    work.members[:4] = torch.tensor([[0, 0], [1, 2], [0, 1], [1, 3]])  # row, first part
+    work.splits[:2] = torch.tensor([[2, 0], [2, 2]])
+    torch.testing.assert_close(judge(attend_of("listed"), case), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_batch_of_nothing_but_padding(name: str):
     attend, device = attend_of(name), DEVICES[name]
     for rows in ([(0, 0)], [(0, 0), (40, 0)], [(5, 1)]):
@@ -125,7 +153,7 @@ def test_a_batch_of_nothing_but_padding(name: str):
     assert not out.any()
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_and_sinks_that_no_float_holds_once_exponentiated(name: str):
     attend, rows = attend_of(name), [(70, 1), (300, 1), (40, 9)]
     case = Case(SHAPES["64x2"]._replace(has_sinks=True), rows, 16, None, DEVICES[name])
@@ -144,7 +172,7 @@ def test_logits_and_sinks_that_no_float_holds_once_exponentiated(name: str):
     torch.testing.assert_close(call.out.double(), exact.out, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", NAMES)
 @settings(
     max_examples=examples(100 if HAS_CUDA else 15),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
