@@ -12,6 +12,7 @@ from differential.attention_cases import SHAPES, Case, Model, assert_close, judg
 from pagoda import attention
 from pagoda.attention import _reference, _triton
 from pagoda.attention._call import checked
+from pagoda.errors import CaptureError
 from pagoda.layout import FullAttention, LatentAttention, Layout, WindowAttention, latent
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Batch, Pools
@@ -161,6 +162,27 @@ def test_a_graph_serves_every_batch_of_its_size(kind: str, steps: str):
         served.commit(served.rows, counts, delta)
     served.manager.check()
     served.pools.check()
+
+
+def test_a_capture_before_any_call_says_what_to_do():
+    for number in range(2):
+        served = Served(KINDS["grouped"], [5000], 2)
+        queries = served.queries(2)
+        out = torch.empty_like(queries)
+        batch = served.pools.batch(served.plan([1]), pad_to=2, max_queries=1)
+        if number == 0:
+            served.attend(queries, batch, out)  # compiles, and makes room in these pools alone
+            continue
+        raised = False
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            out.zero_()  # a graph must hold something
+            try:
+                served.attend(queries, batch, out)
+            except CaptureError as error:
+                raised = "call attention.paged once before the capture" in str(error)
+        assert raised
+        served.attend(queries, batch, out)
+        assert_close(out[:1], served.exact(queries, batch)[:1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
