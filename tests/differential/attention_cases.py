@@ -167,6 +167,12 @@ class Case:
             sinks=None if self.sinks is None else self.sinks.to(self.pool.device),
         ).cpu()
 
+    def reference(self, queries: torch.Tensor | None = None) -> torch.Tensor:
+        """What the torch reference computes."""
+        call = self.call(queries)
+        _reference.attend(call)
+        return call.out.cpu()
+
     def plain(self) -> torch.Tensor:
         """The same in float64, a query at a time, from the tokens as the pool's dtype keeps them."""
         model, outs, first = self.model, [], 0
@@ -396,9 +402,7 @@ def judge(attend: Attend, case: Case, is_strided: bool = False) -> torch.Tensor:
         assert not given.is_contiguous()
     attend(case.call(given, out))
 
-    exact = case.call(queries.double())
-    _reference.attend(exact)
-    assert_close(out[:num_tokens], exact.out)
+    assert_close(out[:num_tokens].cpu(), case.reference(queries.double()))
     assert not out[num_tokens:].any(), "padding must give 0"
     assert (room[heads:] == GUARD).all(), "written behind the last head"
     assert (room[:, :, width:] == GUARD).all(), "written behind v_dim"

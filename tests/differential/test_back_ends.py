@@ -58,7 +58,7 @@ def queries_of(case: Case) -> torch.Tensor:
 
 
 def assert_reference(out: torch.Tensor, case: Case) -> None:
-    expected = case.attend().double()
+    expected = case.reference().double()
     torch.testing.assert_close(out[: case.batch.num_tokens], expected, rtol=1e-5, atol=1e-5)
 
 
@@ -184,7 +184,7 @@ def test_tokens_are_stored_where_our_store_puts_them(
     for mine, other in ((ours.layer.keys, theirs.layer.keys), (ours.layer.values, theirs.layer.values)):
         assert mine is not None
         torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(ours.attend(), theirs.attend(), rtol=0, atol=0)
+    torch.testing.assert_close(ours.reference(), theirs.reference(), rtol=0, atol=0)
 
 
 def test_an_interpreter_reads_only_what_it_is_given():

@@ -1,7 +1,9 @@
-"""Attention through pages against plain attention on tensors that were never paged."""
+"""Attention through pages against plain attention on tensors that were never paged: what `paged` chooses for a
+CPU, and the torch reference."""
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from pagoda.attention import _reference, paged
 from pagoda.errors import ArgumentError
 from profiles import examples
 
+Way = Callable[..., torch.Tensor]
+WAYS = pytest.mark.parametrize("attend", [Case.attend, Case.reference])
 MIXED = [(9, 1), (0, 0), (17, 17), (13, 5), (1, 1), (6, 0), (8, 1), (20, 5)]
 SHAPES = {
     "grouped": Model(),
@@ -22,6 +26,13 @@ SHAPES = {
     "wider-values": Model(k_dim=4, v_dim=12),
     "latent": Model(heads=5, kv_heads=1, k_dim=12, v_dim=8, is_latent=True, scale=0.3),
 }
+
+
+def assert_plain(case: Case, error: float = 1e-5) -> None:
+    """Both give what plain attention gives."""
+    expected = case.plain()
+    for out in (case.attend(), case.reference()):
+        torch.testing.assert_close(out.double(), expected, rtol=error, atol=error)
 
 
 # Latent layers have no window, and no usual scale.
@@ -40,7 +51,7 @@ def test_it_is_plain_attention(
 ):
     model = SHAPES[shape]._replace(window=window, has_sinks=has_sinks, softcap=softcap, scale=scale)
     case = Case(model, MIXED, seed=3)
-    torch.testing.assert_close(case.attend().double(), case.plain(), rtol=1e-5, atol=1e-5)
+    assert_plain(case)
 
 
 @settings(max_examples=examples(100))
@@ -58,13 +69,13 @@ def test_any_batch_page_tokens_and_window(data: st.DataObject):
     sink_tokens = 0 if window is None else data.draw(st.sampled_from([0, 0, 1, 4]))
     model = Model(window=window, sink_tokens=sink_tokens, has_sinks=data.draw(st.booleans()))
     case = Case(model, rows, page, kernel_page, seed=data.draw(st.integers(0, 99)))
-    torch.testing.assert_close(case.attend().double(), case.plain(), rtol=1e-5, atol=1e-5)
+    assert_plain(case)
 
 
 def test_the_first_tokens_are_read_however_far_the_window_is():
     case = Case(Model(window=3, sink_tokens=2), [(19, 2), (30, 1)])
     assert 0 in case.view.page_table[0, :4].tolist()  # a hole between the sinks and the window
-    torch.testing.assert_close(case.attend().double(), case.plain(), rtol=1e-5, atol=1e-5)
+    assert_plain(case)
 
 
 def test_it_is_torchs_own_attention_with_an_explicit_mask():
@@ -83,14 +94,14 @@ def test_it_is_torchs_own_attention_with_an_explicit_mask():
 def test_on_every_device(device: str):
     for model in (Model(window=3, has_sinks=True), SHAPES["latent"]):
         case = Case(model, MIXED, device=device)
-        torch.testing.assert_close(case.attend().double(), case.plain(), rtol=1e-4, atol=1e-4)
+        assert_plain(case, 1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 def test_narrow_pools_are_read_as_they_are_kept(dtype: str):
     for model in (Model(window=6), SHAPES["latent"]):
         case = Case(model._replace(dtype=dtype), MIXED)
-        torch.testing.assert_close(case.attend().double(), case.plain(), rtol=1e-5, atol=1e-5)
+        assert_plain(case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -104,40 +115,44 @@ def test_the_answer_has_the_dtype_of_the_queries(dtype: torch.dtype):
 
 def test_long_prefills_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch):
     case = Case(Model(window=7, has_sinks=True), MIXED)
-    whole = case.attend()
+    whole = case.reference()
     monkeypatch.setattr(_reference, "_LOGITS", 1)
-    torch.testing.assert_close(case.attend(), whole)
+    torch.testing.assert_close(case.reference(), whole)
 
 
-def test_padding_gets_0():
+@WAYS
+def test_padding_gets_0(attend: Way):
     case = Case(Model(has_sinks=True), [(0, 0), (5, 1)])
-    out = case.attend(torch.full((4, 4, 8), 3.0))  # one query, and padding
+    out = attend(case, torch.full((4, 4, 8), 3.0))  # one query, and padding
     assert out[0].abs().min() > 0
     assert not out[1:].any()
 
 
-def test_a_query_that_can_read_nothing_gets_0():
+@WAYS
+def test_a_query_that_can_read_nothing_gets_0(attend: Way):
     case = Case(Model(window=2), [(8, 1)])
     case.view.page_table.zero_()  # as if the window's pages had been given up
-    assert not case.attend().any()
+    assert not attend(case).any()
     case.view.page_table.fill_(case.num_pages + 1)  # no such page: the pool ends before it
-    assert not case.attend().any()
+    assert not attend(case).any()
 
 
-def test_sinks_take_their_part_of_the_weight():
+@WAYS
+def test_sinks_take_their_part_of_the_weight(attend: Way):
     case = Case(Model(heads=2, kv_heads=1), [(3, 1)])
-    without = case.attend()
+    without = attend(case)
     q, k = case.queries[0].double(), case.keys[0][:, 0].double()
     weight = torch.exp(q @ k.T * 8**-0.5).sum(1)
     case.sinks = weight.log().float()  # as heavy as all keys together
-    torch.testing.assert_close(case.attend(), without / 2)
+    torch.testing.assert_close(attend(case), without / 2)
     case.sinks = torch.full((2,), 200.0)  # exp of it is no float32
-    assert case.attend().abs().max() < 1e-30
+    assert attend(case).abs().max() < 1e-30
 
 
-def test_a_prefill_in_parts_and_decoding_give_what_one_prefill_gives():
+@WAYS
+def test_a_prefill_in_parts_and_decoding_give_what_one_prefill_gives(attend: Way):
     whole = Case(Model(window=5), [(16, 16)], seed=4)
-    together = whole.attend()
+    together = attend(whole)
     for length, num_queries in ((6, 6), (12, 6), (13, 1), (16, 3)):
         part = Case(Model(window=5), [(length, num_queries)], seed=4)
         part.pool.store(0, [0], part.keys[0][:1], part.values[0][:1])  # page 0 may hold anything
@@ -148,7 +163,7 @@ def test_a_prefill_in_parts_and_decoding_give_what_one_prefill_gives():
             slots[at] = pages[at // 4] * 4 + at % 4
         part.pool.store(0, slots, whole.keys[0][:length], whole.values[0][:length])
         queries = whole.queries[length - num_queries : length]
-        torch.testing.assert_close(part.attend(queries), together[length - num_queries : length])
+        torch.testing.assert_close(attend(part, queries), together[length - num_queries : length])
 
 
 def test_bad_input_is_refused():
