@@ -226,15 +226,14 @@ def attend_one(
 ) -> torch.Tensor:
     """One query [heads, k_dim] over the keys [n, kv_heads, k_dim] and values [n, kv_heads, v_dim] that it
     reads, in float64: [heads, v_dim]. Without keys, 0."""
-    repeats = query.shape[0] // keys.shape[1]
-    k, v = (each.double().repeat_interleave(repeats, 1) for each in (keys, values))
-    logits = torch.einsum("hd,nhd->hn", query.double(), k) * scale
+    grouped = query.double().unflatten(0, (keys.shape[1], -1))
+    logits = torch.einsum("kgd,nkd->kgn", grouped, keys.double()).flatten(0, 1) * scale
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     if sinks is not None:
         logits = torch.cat([logits, sinks.double()[:, None]], 1)
-    weights = torch.softmax(logits, 1)[:, : keys.shape[0]]
-    return torch.einsum("hn,nhd->hd", weights, v)
+    weights = torch.softmax(logits, 1)[:, : keys.shape[0]].unflatten(0, grouped.shape[:2])
+    return torch.einsum("kgn,nkd->kgd", weights, values.double()).flatten(0, 1)
 
 
 # ── variants ────────────────────────────────────────────────────────────────────────────────────────

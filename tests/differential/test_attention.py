@@ -81,6 +81,12 @@ def test_rows_are_split_or_not_as_the_variants_say():
     assert all(max(parts[rows]) == 1 for rows in ROWS if rows not in ("split", "long"))
 
 
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_reference_is_plain_attention(variant: Variant):
+    case = case_of(variant, "cpu")
+    torch.testing.assert_close(case.reference(case.queries.double()), case.plain(), rtol=1e-9, atol=1e-9)
+
+
 @each(VARIANTS)
 def test_variants(name: str, variant: Variant):
     judge(attend_of(name), case_of(variant, DEVICES[name]), variant.form == "strided")

@@ -1,5 +1,5 @@
-"""Attention through pages against plain attention on tensors that were never paged: what `paged` chooses for a
-CPU, and the torch reference."""
+"""Attention through pages against plain attention on tensors that were never paged: what `paged` chooses, and
+the torch reference."""
 
 import itertools
 import math
