@@ -27,7 +27,7 @@ from differential.attention_cases import (
     needed_pairs,
     pairs_of,
     same_bytes,
-)  # fmt: skip
+)
 from pagoda.attention import _reference
 from pagoda.attention._call import Call
 from profiles import examples
@@ -49,6 +49,8 @@ def takes(name: str, variant: Variant) -> bool:
 
 
 def attend_of(name: str) -> Attend:
+    if name == "triton":
+        pytest.importorskip("triton", reason="needs triton")
     attend: Attend = importlib.import_module(MODULES[name][0]).attend
     return attend
 
