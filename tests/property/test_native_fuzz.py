@@ -44,7 +44,9 @@ PROGRAMS = {
         "manager_view",
         "page_table",
         "window_pages",
+        "work_list",
     ],
+    "fuzz_work": ["delta", "work_list"],
 }
 FLAGS = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-fno-sanitize-recover=all"]
 SANITIZE = "-fsanitize=address,undefined"
@@ -156,6 +158,19 @@ MISTAKES = [
         "",
     ),
     ("fuzz_memory", "core/checkpoint_order.cpp", "  first_.remove(id);\n", ""),
+    ("fuzz_work", "core/work_list.cpp", "std::min(num_rows, target - 1);", "0 * num_rows;"),
+    (
+        "fuzz_work",
+        "core/work_list.cpp",
+        "(first + p * span / parts) / kBoundary * kBoundary",
+        "first + p * span / parts",
+    ),
+    (
+        "fuzz_work",
+        "core/work_list.cpp",
+        "if (part != (first < 0 ? -1 : first + covered[1] * count))",
+        "if (part < -1 && first == count)",
+    ),
 ]
 
 
