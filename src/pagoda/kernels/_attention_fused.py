@@ -177,10 +177,10 @@ def _capped(x, softcap):
 
 @triton.jit
 def _block(
-    q1, q2, top, total, acc1, acc2, start, end, at_row, table, k, v, factor, softcap, window,
+    q1, q2, top, total, acc1, acc2, start, begin, end, at_row, table, k, v, factor, softcap, window,
     IS_MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys start, …, start + C.keys − 1; if IS_MASKED, to those before `end` that a row reads.
+    """Attend to the keys start, …, start + C.keys − 1; if IS_MASKED, to those in [begin, end) that a row reads.
 
     top, total, acc1, acc2: [rows] and [rows, …], the largest logit so far, and the sums of weights and of
     weighted values relative to it.
@@ -188,6 +188,8 @@ def _block(
     KIND: tl.constexpr = q1.dtype
     at = start + tl.arange(0, C.keys)
     is_in = at < end
+    if C.has_window:
+        is_in = is_in & (at >= begin)
     if IS_MASKED:  # noqa: SIM108
         page = tl.load(table + at // C.page, mask=is_in, other=0)
     else:
@@ -315,7 +317,7 @@ def _decode(
             # From 0: Triton 3.6 takes a lower bound that the outer loop changes for a constant.
             for start in range(0, end - begin, C.keys):
                 top, total, acc1, acc2 = _block(
-                    q1, q2, top, total, acc1, acc2, begin + start, end, at_row, own, k, v, factor, softcap,
+                    q1, q2, top, total, acc1, acc2, begin + start, begin, end, at_row, own, k, v, factor, softcap,
                     window, True, C,
                 )  # fmt: skip
             _finish(
@@ -371,9 +373,10 @@ def _extend(
         # The first and the last position of the tile; its queries read [low, high), this program a part of it.
         lowest = length - count + tile * C.rows // C.group
         highest = tl.minimum(length - count + (tile * C.rows + C.rows - 1) // C.group, length - 1)
-        low = 0
+        from_key = 0
         if C.has_window:
-            low = tl.maximum(lowest - window + 1, 0) // C.keys * C.keys
+            from_key = tl.maximum(lowest - window + 1, 0)
+        low = from_key // C.keys * C.keys
         high = highest + 1
         per_part = tl.cdiv(tl.cdiv(high - low, C.keys), num_parts) * C.keys
         low += piece * per_part
@@ -385,18 +388,18 @@ def _extend(
             inner = tl.minimum(tl.maximum(low, whole), high)
             for start in range(low, inner, C.keys):
                 top, total, acc1, acc2 = _block(
-                    q1, q2, top, total, acc1, acc2, start, length, at_row, own, k, v, factor, softcap, window,
+                    q1, q2, top, total, acc1, acc2, start, from_key, length, at_row, own, k, v, factor, softcap, window,
                     True, C,
                 )  # fmt: skip
         outer = tl.maximum(tl.minimum((lowest + 1) // C.keys * C.keys, high // C.keys * C.keys), inner)
         for start in range(inner, outer, C.keys):
             top, total, acc1, acc2 = _block(
-                q1, q2, top, total, acc1, acc2, start, length, at_row, own, k, v, factor, softcap, window, False,
+                q1, q2, top, total, acc1, acc2, start, from_key, length, at_row, own, k, v, factor, softcap, window, False,
                 C,
             )  # fmt: skip
         for start in range(outer, high, C.keys):
             top, total, acc1, acc2 = _block(
-                q1, q2, top, total, acc1, acc2, start, length, at_row, own, k, v, factor, softcap, window, True,
+                q1, q2, top, total, acc1, acc2, start, from_key, length, at_row, own, k, v, factor, softcap, window, True,
                 C,
             )  # fmt: skip
         part = tl.where(num_parts > 1, first_part + piece * count, -1)
