@@ -77,8 +77,9 @@ def test_every_implementation_is_judged():
 def test_all_pairs_of_values_are_among_the_variants():
     found = set(itertools.chain.from_iterable(pairs_of(variant._asdict()) for variant in VARIANTS))
     assert found >= needed_pairs()
-    # 11 shapes and 9 dtypes alone make 99 pairs: few more variants than that have all the others, too.
-    assert len(VARIANTS) <= 110
+    # On a GPU, 11 shapes and 9 dtypes alone make 99 pairs; elsewhere, 11 shapes and 6 rows make 65. Few more
+    # variants than that have all others, too.
+    assert len(VARIANTS) <= (110 if HAS_CUDA else 85)
 
 
 def test_rows_are_split_or_not_as_the_variants_say():
@@ -89,7 +90,7 @@ def test_rows_are_split_or_not_as_the_variants_say():
         parts[rows] = [n for n, _ in found[: len(ROWS[rows])]]
     assert max(parts["split"][:2]) > 2, "a row of several parts"
     assert parts["split"][-1] == 1
-    assert parts["long"][0] > 2, "an extend row of several parts"
+    assert parts["long"][0] > 1, "an extend row of several parts"
     assert parts["long"][1] > 1, "a decode row"
     assert max(parts["decode"]) == max(parts["extend"]) == 1
 
@@ -109,6 +110,14 @@ def test_variants(name: str, variant: Variant):
 def test_rows_of_several_tiles_of_queries(name: str):
     for model in (SHAPES["16x1"], SHAPES["112x3"]._replace(kv_heads=1, heads=3, window=40)):
         judge(attend_of(name), Case(model, MANY, 16, None, DEVICES[name]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_extend_row_of_more_parts(name: str):
+    for window in (None, 2050):
+        case = Case(SHAPES["80x4"]._replace(window=window), [(2100, 9)], 16, None, DEVICES[name])
+        assert int(case.view.work.splits[0, 0]) > 2
+        judge(attend_of(name), case)
 
 
 PAIRED = [
