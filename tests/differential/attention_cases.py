@@ -307,8 +307,8 @@ FACTORS: dict[str, list[Any]] = {
 
 
 def is_possible(some: Mapping[str, Any]) -> bool:
-    """Whether a variant can have these values: latents have no window, and the widest ones no long rows, which
-    would take the interpreter most of its time."""
+    """Whether a variant can have these values: latents have no window. The widest ones have no long rows,
+    which would take the interpreter most of its time."""
     shape = some.get("shape", "")
     return not (
         (shape.startswith("latent") and some.get("window") is not None)
