@@ -96,8 +96,8 @@ nb::tuple read_delta(nb::handle packed) {
   return nb::make_tuple(delta.step(), delta.num_groups(), sections);
 }
 
-// Where the arrays of a group's work list are: (begin, number of rows) of segments, members and splits, the number of
-// parts, the most of an extend row, and the target; None if the group has no list.
+// Where the arrays of a group's work list are: (begin, number of rows) of segments, members, splits and runs, the
+// number of parts, the most of an extend row, and the target; None if the group has no list.
 nb::object read_work(nb::handle packed, int64_t group) {
   IdArray array(packed, "packed");
   const Ids ids = array.borrow();
@@ -110,8 +110,8 @@ nb::object read_work(nb::handle packed, int64_t group) {
   const auto place = [&](Ids words, int64_t width) {
     return nb::make_tuple(words.data - ids.data, words.size / width);
   };
-  return nb::make_tuple(place(work.segments, 4), place(work.members, 2), place(work.splits, 2), work.num_parts,
-                        work.extend_parts, work.target);
+  return nb::make_tuple(place(work.segments, 4), place(work.members, 2), place(work.splits, 2), place(work.runs, 1),
+                        work.num_parts, work.extend_parts, work.target);
 }
 
 }  // namespace

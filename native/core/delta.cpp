@@ -94,7 +94,7 @@ bool DeltaView::has_valid_work() const {
     if (std::memcmp(&entry, &absent, sizeof(entry)) == 0) continue;
     if (entry.target < 1 || entry.num_parts < 0 || entry.extend_parts < 1 ||
         !is_inside(entry.segments, entry.num_segments, 4) || !is_inside(entry.members, entry.num_members, 2) ||
-        !is_inside(entry.splits, num_rows, 2)) {
+        !is_inside(entry.splits, 2 * num_rows + entry.target + 1, 1)) {
       return false;
     }
   }
@@ -112,6 +112,7 @@ WorkView DeltaView::work(int64_t group) const {
   work.segments = {section.data + entry.segments, int64_t{4} * entry.num_segments};
   work.members = {section.data + entry.members, int64_t{2} * entry.num_members};
   work.splits = {section.data + entry.splits, 2 * this->section(Section::kRows).size};
+  work.runs = {work.splits.data + work.splits.size, int64_t{entry.target} + 1};
   work.num_parts = entry.num_parts;
   work.extend_parts = entry.extend_parts;
   return work;

@@ -16,6 +16,7 @@
 //         segments  [s, 4]: first key, end of the keys, first member, number of members
 //         members   [m, 2]: a row, as its index in the step; its first part in this segment, or -1 if it is not split
 //         splits    [rows, 2]: number of parts, 0 without queries; the row's first part, or -1 if it is not split
+//         runs      [target + 1], right behind the splits: program p computes segments runs[p] ... runs[p + 1] - 1
 //
 // Members are listed segment by segment. The segments of a row are in the order of its keys, cover its span exactly
 // once, and have its parts in this order. Segments of several rows contain rows of one query only. Parts are numbered
@@ -61,7 +62,7 @@ static_assert(sizeof(WorkEntry) == kWorkEntry * sizeof(int32_t), "read and writt
 // The work list of a group; target 0 if it has none.
 struct WorkView {
   int64_t target = 0;
-  Ids segments{nullptr, 0}, members{nullptr, 0}, splits{nullptr, 0};  // all words of each
+  Ids segments{nullptr, 0}, members{nullptr, 0}, splits{nullptr, 0}, runs{nullptr, 0};  // all words of each
   int64_t num_parts = 0, extend_parts = 1;
 };
 

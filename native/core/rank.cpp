@@ -213,7 +213,7 @@ void Rank::fill(Ids packed, int64_t num_rows, int64_t num_tokens, const BatchBuf
   std::fill(shared.batch_indices + end, shared.batch_indices + num_tokens, -1);
   for (size_t g = 0; g < groups.size(); ++g) {
     fill_group(g, rows, lengths, starts, num_rows, num_tokens, groups[g]);
-    if (pages_[g].target > 0) fill_work(g, delta.work(static_cast<int64_t>(g)), num_rows, groups[g]);
+    if (pages_[g].target > 0) fill_work(g, delta.work(static_cast<int64_t>(g)), lengths, starts, num_rows, groups[g]);
   }
 }
 
@@ -261,10 +261,24 @@ void Rank::fill_group(size_t g, Ids rows, Ids lengths, Ids starts, int64_t num_r
   std::fill(out.slot_mapping + (n == 0 ? 0 : starts[n]), out.slot_mapping + num_tokens, -1);
 }
 
-void Rank::fill_work(size_t g, const WorkView& work, int64_t num_rows, const GroupBuffers& out) const {
-  const int64_t room = num_rows + pages_[g].target;
-  std::fill(std::copy_n(work.segments.data, work.segments.size, out.segments), out.segments + 4 * room, 0);
-  std::fill(std::copy_n(work.members.data, work.members.size, out.members), out.members + 2 * room, 0);
+void Rank::fill_work(size_t g, const WorkView& work, Ids lengths, Ids starts, int64_t num_rows,
+                     const GroupBuffers& out) const {
+  const int64_t target = pages_[g].target;
+  std::fill(std::copy_n(work.runs.data, work.runs.size, out.runs), out.runs + target + 1,
+            static_cast<int32_t>(work.segments.size / 4));
+  int32_t* task = out.tasks;
+  for (int64_t s = 0; s < work.segments.size / 4; ++s, task += 8) {
+    const int32_t* segment = work.segments.data + 4 * s;
+    const int32_t* member = work.members.data + 2 * segment[2];
+    const int32_t row = member[0], part = member[1];
+    const bool is_first = part >= 0 && part == work.splits[2 * row + 1];
+    const int32_t words[] = {segment[0],   segment[1],
+                             row,          part,
+                             starts[row],  starts[row + 1] - starts[row],
+                             lengths[row], is_first ? work.splits[2 * row] : 0};
+    std::copy_n(words, 8, task);
+  }
+  std::fill(task, out.tasks + 8 * (num_rows + target), 0);
   std::copy_n(work.splits.data, work.splits.size, out.splits);
   for (int64_t i = work.splits.size / 2; i < num_rows; ++i) {
     out.splits[2 * i] = 0;

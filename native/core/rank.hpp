@@ -22,7 +22,7 @@ struct KernelPages {
   int64_t kernel_page_tokens;  // of a page of the kernel; divides page_tokens
   int64_t window;              // 0 if all tokens are read
   int64_t max_indices;
-  int64_t target;  // the most segments of a work list beyond one per row; 0: the group has none
+  int64_t target;  // programs of a work list; 0: the group has none
 };
 
 // Buffers of a batch, [max_rows] and [max_step_tokens] long; docs/pools.md says what each holds.
@@ -40,8 +40,8 @@ struct GroupBuffers {
   int32_t* indices;        // [max_indices]
   int32_t* last_page_len;  // [max_rows]
   int32_t* begins;         // [max_rows]
-  int32_t* segments;       // [max_rows + target, 4]
-  int32_t* members;        // [max_rows + target, 2]
+  int32_t* runs;           // [target + 1]
+  int32_t* tasks;          // [max_rows + target, 8]
   int32_t* splits;         // [max_rows, 2]
 };
 
@@ -104,7 +104,8 @@ class Rank {
   bool is_disjoint(Ids sources, Ids targets, const PageTable::Group& group) const;
   void fill_group(size_t g, Ids rows, Ids lengths, Ids starts, int64_t num_rows, int64_t num_tokens,
                   const GroupBuffers& out) const;
-  void fill_work(size_t g, const WorkView& work, int64_t num_rows, const GroupBuffers& out) const;
+  void fill_work(size_t g, const WorkView& work, Ids lengths, Ids starts, int64_t num_rows,
+                 const GroupBuffers& out) const;
 
   PageTable table_;
   std::vector<KernelPages> pages_;

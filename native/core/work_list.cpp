@@ -6,22 +6,18 @@ namespace pagoda {
 
 namespace {
 
-constexpr int64_t kBoundary = 64;   // parts of a decode row begin at multiples of it
-constexpr int64_t kMinChunk = 256;  // a shorter span is not worth a merge
+constexpr int64_t kBoundary = 64;   // a row is cut at multiples of it
+constexpr int64_t kMinQuota = 256;  // keys of a program: fewer are not worth a merge
+constexpr int64_t kSlack = 16;      // a program may have one part in so many more keys if that saves a cut
 constexpr int64_t kTile = 64;       // queries of a tile of an extend row
 constexpr int64_t kMinExtendPart = 1024;
-constexpr int kClasses = 33;  // bit lengths of a span
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// The bit length of a span of at least 1: its class in the order of segments.
-int bit_length(int64_t span) { return 64 - __builtin_clzll(static_cast<uint64_t>(span)); }
 
 }  // namespace
 
 int64_t most_parts(int64_t num_rows, int64_t num_tokens, int64_t max_queries, int64_t target) {
-  // A split row has n = ceil(span / chunk) parts with n - 1 < span / chunk, and all spans together have at most
-  // target * chunk keys. So the sum of n - 1 is below `target`, and so is the number of split rows.
+  // A row in n parts crosses the ends of n - 1 runs, of which there are target - 1 inside the list.
   const int64_t queries = std::min({kDecodeQueries, max_queries, num_tokens});
   const int64_t split_rows = std::min(num_rows, target - 1);
   const int64_t decode = queries * (target - 1) + std::min(num_tokens, queries * split_rows);
@@ -39,7 +35,7 @@ Ids WorkLists::make(Ids lengths, Ids counts) {
   if (!has_lists_ || lengths.size == 0) return {nullptr, 0};
   int64_t most = kWorkEntry * num_groups;
   for (const WorkGroup& group : groups_) {
-    if (group.target > 0) most += 6 * (lengths.size + group.target) + 2 * lengths.size + 3;
+    if (group.target > 0) most += 6 * (lengths.size + group.target) + 2 * lengths.size + group.target + 4;
   }
   if (static_cast<size_t>(most) > section_.size()) section_.resize(static_cast<size_t>(most));
   int64_t end = kWorkEntry * num_groups;
@@ -63,70 +59,62 @@ int64_t WorkLists::make_group(const WorkGroup& group, Ids lengths, Ids counts, i
       ++num_decode;
     }
   }
-  const int64_t chunk = std::max(kMinChunk, ceil_div(ceil_div(total, group.target), kBoundary) * kBoundary);
+  const int64_t quota = std::max(kMinQuota, ceil_div(total, group.target)), slack = quota / kSlack;
   const int64_t extend_parts = tiles > 0 ? std::min(kExtendParts, std::max<int64_t>(1, group.target / tiles)) : 1;
 
-  // Decide the parts of each row, into the memory behind the longest list, from where they are moved.
+  // Members, splits and runs are made behind the longest list of segments, from where they are moved.
   const int64_t most_segments = num_decode + group.target;
-  int32_t* const splits = section_.data() + begin + 6 * most_segments;
-  int64_t num_split = 0, num_parts = 0, most_extend = 1;
-  int64_t next[kClasses] = {};  // rows of each class that are not split; then where their segments go
+  int32_t* const segments = section_.data() + begin;
+  int32_t* const members = segments + 4 * most_segments;
+  int32_t* const splits = members + 2 * most_segments;
+  int32_t* const runs = splits + 2 * n;
+  int64_t num_segments = 0, num_runs = 0, num_parts = 0, most_extend = 1, load = 0;
+  runs[0] = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const int64_t count = counts[i], span = lengths[i] - span_begin(lengths[i], count, group.window);
+    const int64_t count = counts[i], length = lengths[i], first = span_begin(length, count, group.window);
+    const int64_t before = num_segments;
     int64_t parts = 0;
     if (count > kDecodeQueries) {
-      parts = std::min(extend_parts, ceil_div(span, kMinExtendPart));
+      parts = std::min(extend_parts, ceil_div(length - first, kMinExtendPart));
       most_extend = std::max(most_extend, parts);
-    } else if (count > 0 && span > chunk) {
-      parts = ceil_div(span, chunk);
-      num_split += parts;
     } else if (count > 0) {
-      parts = 1;
-      ++next[bit_length(span)];
+      for (int64_t from = first; from < length;) {
+        // All of the row if the program has room for it, else up to the end of its room.
+        const int64_t room = quota - load;
+        const int64_t cut = std::min(length, ceil_div(from + room, kBoundary) * kBoundary);
+        const int64_t to = length - from <= room + slack ? length : cut;
+        int32_t* const segment = segments + 4 * num_segments;
+        segment[0] = static_cast<int32_t>(from);
+        segment[1] = static_cast<int32_t>(to);
+        segment[2] = static_cast<int32_t>(num_segments);
+        segment[3] = 1;
+        members[2 * num_segments] = static_cast<int32_t>(i);
+        members[2 * num_segments + 1] = static_cast<int32_t>(num_parts + (num_segments - before) * count);
+        ++num_segments;
+        load += to - from;
+        from = to;
+        if (load >= quota) {
+          runs[++num_runs] = static_cast<int32_t>(num_segments);
+          load = 0;
+        }
+      }
+      parts = num_segments - before;
+      if (parts == 1) members[2 * before + 1] = -1;
     }
     splits[2 * i] = static_cast<int32_t>(parts);
     splits[2 * i + 1] = static_cast<int32_t>(parts > 1 ? num_parts : -1);
     if (parts > 1) num_parts += parts * count;
   }
-  int64_t num_segments = num_split;
-  for (int c = kClasses - 1; c >= 0; --c) num_segments += std::exchange(next[c], num_segments);
+  // Every run so far has at least `quota` keys, so there are no more than `target` of them.
+  while (num_runs < group.target) runs[++num_runs] = static_cast<int32_t>(num_segments);
 
-  // Segments of split rows come first, then the others from long to short, so that a device ends with short ones.
-  int32_t* const segments = section_.data() + begin;
-  int32_t* const members = segments + 4 * num_segments;
-  const auto add = [&](int64_t at, int64_t row, int64_t from, int64_t to, int64_t part) {
-    segments[4 * at] = static_cast<int32_t>(from);
-    segments[4 * at + 1] = static_cast<int32_t>(to);
-    segments[4 * at + 2] = static_cast<int32_t>(at);
-    segments[4 * at + 3] = 1;
-    members[2 * at] = static_cast<int32_t>(row);
-    members[2 * at + 1] = static_cast<int32_t>(part);
-  };
-  int64_t split_at = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t count = counts[i], length = lengths[i];
-    if (count == 0 || count > kDecodeQueries) continue;
-    const int64_t first = span_begin(length, count, group.window), span = length - first;
-    const int64_t parts = splits[2 * i];
-    if (parts == 1) {
-      add(next[bit_length(span)]++, i, first, length, -1);
-      continue;
-    }
-    // Parts have more than chunk / 2 >= 128 keys before boundaries are rounded down, so none becomes empty.
-    int64_t from = first;
-    for (int64_t p = 1; p <= parts; ++p) {
-      const int64_t to = p == parts ? length : (first + p * span / parts) / kBoundary * kBoundary;
-      add(split_at++, i, from, to, splits[2 * i + 1] + (p - 1) * count);
-      from = to;
-    }
-  }
-  const int64_t splits_at = begin + 6 * num_segments;
-  std::memmove(section_.data() + splits_at, splits, static_cast<size_t>(2 * n) * sizeof(int32_t));
-  int64_t end = splits_at + 2 * n;
+  const int64_t members_at = begin + 4 * num_segments, splits_at = members_at + 2 * num_segments;
+  std::memmove(section_.data() + members_at, members, static_cast<size_t>(2 * num_segments) * sizeof(int32_t));
+  std::memmove(section_.data() + splits_at, splits, static_cast<size_t>(2 * n + group.target + 1) * sizeof(int32_t));
+  int64_t end = splits_at + 2 * n + group.target + 1;
   while (end % 4 != 0) section_[static_cast<size_t>(end++)] = 0;
-  entry = {static_cast<int32_t>(group.target), static_cast<int32_t>(begin),
-           static_cast<int32_t>(num_segments), static_cast<int32_t>(begin + 4 * num_segments),
-           static_cast<int32_t>(num_segments), static_cast<int32_t>(splits_at),
+  entry = {static_cast<int32_t>(group.target), static_cast<int32_t>(begin),        static_cast<int32_t>(num_segments),
+           static_cast<int32_t>(members_at),   static_cast<int32_t>(num_segments), static_cast<int32_t>(splits_at),
            static_cast<int32_t>(num_parts),    static_cast<int32_t>(most_extend)};
   return end;
 }
@@ -139,7 +127,7 @@ void check_work(const WorkView& work, const WorkGroup& group, const std::string&
     refuse("is missing, but these pools expect one: give the manager and the pools the same workers");
   }
   if (work.target > group.target) {
-    refuse("is for " + text(work.target) + " segments at once, but these pools have room for " + text(group.target) +
+    refuse("is for " + text(work.target) + " programs, but these pools have room for " + text(group.target) +
            ": give the manager and the pools the same workers, and the manager the layout of one rank");
   }
   const int64_t n = lengths.size, num_segments = work.segments.size / 4, num_members = work.members.size / 2;
@@ -164,6 +152,12 @@ void check_work(const WorkView& work, const WorkGroup& group, const std::string&
     refuse("has " + text(num_segments) + " segments, " + text(num_members) + " members and " + text(num_parts) +
            " parts, too many for " + text(n) + " rows");
   }
+  for (int64_t p = 0; p <= work.target; ++p) {
+    if (work.runs[p] < (p == 0 ? 0 : work.runs[p - 1]) || (p == 0 && work.runs[p] != 0)) {
+      refuse("has runs of segments that are out of order");
+    }
+  }
+  if (work.runs[work.target] != num_segments) refuse("has segments that no program computes");
   int64_t listed = 0;
   for (int64_t s = 0; s < num_segments; ++s) {
     const int32_t* segment = work.segments.data + 4 * s;
@@ -171,13 +165,13 @@ void check_work(const WorkView& work, const WorkGroup& group, const std::string&
     if (segment[2] != listed || num < 1 || num > num_members - listed) {
       refuse("does not list the members of segment " + text(s) + " after those of the one before");
     }
+    if (num > 1) refuse("has a segment of " + text(num) + " rows: these pools compute segments of one row");
     for (; listed < segment[2] + num; ++listed) {
       const int64_t row = work.members[2 * listed], part = work.members[2 * listed + 1];
       if (row < 0 || row >= n) refuse("names row " + text(row) + " of a step of " + text(n));
       const int64_t count = counts[row];
-      if (count < 1 || count > (num > 1 ? 1 : kDecodeQueries)) {
-        refuse("has row " + text(row) + " of the step, which computes " + text(count) + " tokens, in a segment of " +
-               text(num) + (num == 1 ? " row" : " rows"));
+      if (count < 1 || count > kDecodeQueries) {
+        refuse("has row " + text(row) + " of the step, which computes " + text(count) + " tokens, in a segment");
       }
       int32_t* const covered = next.data() + 2 * row;
       if (begin != covered[0] || end <= begin || end > lengths[row]) {

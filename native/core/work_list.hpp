@@ -24,7 +24,7 @@ constexpr int64_t kMaxTarget = 1 << 16;
 // How the spans of one group are split.
 struct WorkGroup {
   int64_t window;  // 0 if all tokens are read
-  int64_t target;  // segments that keep the device busy, for each KV head; 0: the group has no list
+  int64_t target;  // programs that keep the device busy, for each KV head; 0: the group has no list
 };
 
 // The first key that the queries of a row read.

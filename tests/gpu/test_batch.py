@@ -20,7 +20,7 @@ SLEEP_CYCLES = 400_000_000  # about 0.2 s
 NUM_ROWS, MAX_TOKENS, PAGE, CAPACITY = 16, 20 * 64, 64, 400
 SHARED = ("rows", "lengths", "query_start_loc", "positions", "batch_indices")
 PER_GROUP = ("slot_mapping", "page_table", "indptr", "indices", "last_page_len", "begins")
-WORK = ("segments", "members", "splits")
+WORK = ("runs", "tasks", "splits")
 
 
 def layout_of(*windows: int | None) -> Layout:

@@ -1,5 +1,6 @@
 """What the buffers of a batch hold, one number at a time: slow, and written from the documentation alone."""
 
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from unit.work_model import work_model
@@ -72,13 +73,26 @@ def model(groups: list[Pages], rows: list[Row], num_rows: int, num_tokens: int) 
 
 def _work_of_group(group: Pages, rows: list[Row], num_rows: int) -> dict[str, Any]:
     if not group.target:
-        return {"segments": [], "members": [], "splits": []}
+        return {"runs": [], "tasks": [], "splits": []}
     lengths, counts = [row.length for row in rows], [row.count for row in rows]
+    starts = [0, *accumulate(counts)]
     work = work_model(lengths, counts, group.window, group.target)
-    room = num_rows + group.target - len(work.segments)
+    tasks = [
+        [
+            begin,
+            end,
+            i,
+            part,
+            starts[i],
+            counts[i],
+            lengths[i],
+            work.splits[i][0] if part == work.splits[i][1] >= 0 else 0,
+        ]
+        for (begin, end, _, _), (i, part) in zip(work.segments, work.members, strict=True)
+    ]
     return {
-        "segments": work.segments + [[0] * 4] * room,
-        "members": work.members + [[0] * 2] * room,
+        "runs": work.runs,
+        "tasks": tasks + [[0] * 8] * (num_rows + group.target - len(tasks)),
         "splits": work.splits + [[0, -1]] * (num_rows - len(rows)),
     }
 

@@ -28,7 +28,7 @@ NUM_ROWS, CAPACITY = 6, 99
 KV: dict[str, Any] = {"kv_heads": 2, "k_dim": 8, "v_dim": 8}
 SHARED = ("rows", "lengths", "query_start_loc", "positions", "batch_indices")
 PER_GROUP = ("slot_mapping", "page_table", "indptr", "indices", "last_page_len", "begins")
-WORK = ("segments", "members", "splits")
+WORK = ("runs", "tasks", "splits")
 
 
 def layer_of(window: int | None = None, sink_tokens: int = 0, v_dim: int = 8) -> Any:

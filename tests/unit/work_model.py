@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 DECODE_QUERIES, TILE = 8, 64
@@ -11,6 +12,7 @@ class Model(NamedTuple):
     segments: list[list[int]]
     members: list[list[int]]
     splits: list[list[int]]
+    runs: list[int]
     num_parts: int
     extend_parts: int
 
@@ -19,7 +21,7 @@ class Model(NamedTuple):
         members = begin + 4 * len(self.segments)
         splits = members + 2 * len(self.members)
         entry = [target, begin, len(self.segments), members, len(self.members), splits]
-        words = [word for part in self[:3] for row in part for word in row]
+        words = [word for part in self[:3] for row in part for word in row] + self.runs
         return [*entry, self.num_parts, self.extend_parts], [*words, *[0] * (-len(words) % 4)]
 
 
@@ -33,32 +35,39 @@ def work_model(lengths: Sequence[int], counts: Sequence[int], window: int | None
     spans = [span_of(*row, window) for row in zip(lengths, counts, strict=True)]
     decode = [i for i, count in enumerate(counts) if 1 <= count <= DECODE_QUERIES]
     tiles = sum(-(-count // TILE) for count in counts if count > DECODE_QUERIES)
-    total = sum(len(spans[i]) for i in decode)
-    chunk = max(256, math.ceil(math.ceil(total / target) / 64) * 64)
+    quota = max(256, math.ceil(sum(len(spans[i]) for i in decode) / target))
+    programs: list[list[tuple[int, range]]] = [[]]  # the keys of rows that each program reads
+    for i in decode:
+        keys = spans[i]
+        while keys:
+            room = quota - sum(len(read) for _, read in programs[-1])
+            if len(keys) <= room + quota // 16:
+                cut = len(keys)
+            else:
+                cut = min(len(keys), math.ceil((keys.start + room) / 64) * 64 - keys.start)
+            programs[-1].append((i, keys[:cut]))
+            keys = keys[cut:]
+            if sum(len(read) for _, read in programs[-1]) >= quota:
+                programs.append([])
+    programs += [[]] * (target - len(programs))
+    pieces = [piece for program in programs for piece in program]
     splits, num_parts, extend_parts = [], 0, 1
-    for count, span in zip(counts, spans, strict=True):
-        parts = 0
+    for i, (count, span) in enumerate(zip(counts, spans, strict=True)):
+        parts = sum(row == i for row, _ in pieces)
         if count > DECODE_QUERIES:
             parts = max(1, min(target // tiles, 16, -(-len(span) // 1024)))
             extend_parts = max(extend_parts, parts)
-        elif count:
-            parts = -(-len(span) // chunk)
         splits.append([parts, num_parts if parts > 1 else -1])
         num_parts += parts * count if parts > 1 else 0
-    pieces = []  # (row, begin, end, part), in their final order
-    for i in decode:
-        (parts, first), span = splits[i], spans[i]
-        inner = [(span.start + p * len(span) // parts) // 64 * 64 for p in range(1, parts)]
-        ends = [*inner, span.stop]
-        if parts > 1:
-            for p, (begin, end) in enumerate(zip([span.start, *inner], ends, strict=True)):
-                pieces.append((i, begin, end, first + p * counts[i]))
-    whole = sorted((i for i in decode if splits[i][0] == 1), key=lambda i: -len(spans[i]).bit_length())
-    pieces += [(i, spans[i].start, spans[i].stop, -1) for i in whole]
+    members = []
+    for number, (i, _) in enumerate(pieces):
+        before = sum(row == i for row, _ in pieces[:number])
+        members.append([i, -1 if splits[i][0] == 1 else splits[i][1] + before * counts[i]])
     return Model(
-        [[begin, end, number, 1] for number, (_, begin, end, _) in enumerate(pieces)],
-        [[i, part] for i, _, _, part in pieces],
+        [[keys.start, keys.stop, number, 1] for number, (_, keys) in enumerate(pieces)],
+        members,
         splits,
+        [0, *accumulate(len(program) for program in programs[:target])],
         num_parts,
         extend_parts,
     )

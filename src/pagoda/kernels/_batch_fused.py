@@ -35,8 +35,8 @@ _INDICES = tl.constexpr(9)
 _LAST_PAGE_LEN = tl.constexpr(10)
 _BEGINS = tl.constexpr(11)
 _TARGET = tl.constexpr(12)
-_SEGMENTS = tl.constexpr(13)
-_MEMBERS = tl.constexpr(14)
+_RUNS = tl.constexpr(13)
+_TASKS = tl.constexpr(14)
 _SPLITS = tl.constexpr(15)
 _NUM_PARAMETERS = tl.constexpr(16)
 # A group in the directory of a delta's work, as native/core/delta.hpp describes it: its words, and where
@@ -61,8 +61,8 @@ class GroupPages(NamedTuple):
     indices: torch.Tensor  # [max_indices] int32
     last_page_len: torch.Tensor  # [max_rows] int32
     begins: torch.Tensor  # [max_rows] int32
-    segments: torch.Tensor  # [max_rows + target, 4] int32
-    members: torch.Tensor  # [max_rows + target, 2] int32
+    runs: torch.Tensor  # [target + 1] int32
+    tasks: torch.Tensor  # [max_rows + target, 8] int32
     splits: torch.Tensor  # [max_rows, 2] int32
 
 
@@ -180,31 +180,48 @@ def _fill_tokens(
 
 
 @triton.jit
-def _copy_words(source, num_given, to, num_words, word, first, other):
-    # Copies the given words, which lie at `first` and up in a space of `word`s, and fills up with `other`.
-    at = word - first
-    value = tl.load(source + at, mask=(at >= 0) & (at < num_given), other=0)
-    tl.store(to + at, tl.where(at < num_given, value, other), mask=(at >= 0) & (at < num_words))
-
-
-@triton.jit
 def _fill_work(
-    first_word, work, num_rows, padded_rows, target, segments, members, splits, BLOCK: tl.constexpr,
+    first, work, lengths, starts, num_rows, padded_rows, target, runs, tasks, splits, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # All words of the three buffers, one after the other. A step without rows has no list.
-    word = first_word + tl.arange(0, BLOCK)
+    # Number i of each buffer. A step without rows has no list.
+    at = first + tl.arange(0, BLOCK)
     entry = work + tl.program_id(1) * _WORK_ENTRY
     is_given = num_rows > 0
-    segments_at = tl.load(entry + _WORK_SEGMENTS, mask=is_given, other=0)
+    own_target = tl.load(entry, mask=is_given, other=-1)
+    segments = work + tl.load(entry + _WORK_SEGMENTS, mask=is_given, other=0)
     num_segments = tl.load(entry + _WORK_SEGMENTS + 1, mask=is_given, other=0)
-    members_at = tl.load(entry + _WORK_MEMBERS, mask=is_given, other=0)
-    num_members = tl.load(entry + _WORK_MEMBERS + 1, mask=is_given, other=0)
-    splits_at = tl.load(entry + _WORK_SPLITS, mask=is_given, other=0)
-    room = padded_rows + target
-    _copy_words(work + segments_at, 4 * num_segments, segments, 4 * room, word, 0, 0)
-    _copy_words(work + members_at, 2 * num_members, members, 2 * room, word, 4 * room, 0)
-    padding = -(word % 2)  # 6 * room is even: (0, −1) for each row
-    _copy_words(work + splits_at, 2 * num_rows, splits, 2 * padded_rows, word, 6 * room, padding)
+    members = work + tl.load(entry + _WORK_MEMBERS, mask=is_given, other=0)
+    own_splits = work + tl.load(entry + _WORK_SPLITS, mask=is_given, other=0)
+
+    is_row = at < num_rows
+    number = tl.load(own_splits + 2 * at, mask=is_row, other=0)
+    part = tl.load(own_splits + 2 * at + 1, mask=is_row, other=-1)
+    tl.store(splits + 2 * at, number, mask=at < padded_rows)
+    tl.store(splits + 2 * at + 1, part, mask=at < padded_rows)
+
+    run = tl.load(own_splits + 2 * num_rows + at, mask=at <= own_target, other=0)
+    tl.store(runs + at, tl.where(at <= own_target, run, num_segments), mask=at <= target)
+
+    is_task = at < num_segments
+    begin = tl.load(segments + 4 * at, mask=is_task, other=0)
+    end = tl.load(segments + 4 * at + 1, mask=is_task, other=0)
+    member = members + 2 * tl.load(segments + 4 * at + 2, mask=is_task, other=0)
+    row = tl.load(member, mask=is_task, other=0)
+    part = tl.load(member + 1, mask=is_task, other=0)
+    start = tl.load(starts + row, mask=is_task, other=0)
+    stop = tl.load(starts + row + 1, mask=is_task, other=0)
+    length = tl.load(lengths + row, mask=is_task, other=0)
+    num_parts = tl.load(own_splits + 2 * row, mask=is_task, other=0)
+    is_first = tl.load(own_splits + 2 * row + 1, mask=is_task, other=-1) == part
+    task, is_there = tasks + 8 * at, at < padded_rows + target
+    tl.store(task, begin, mask=is_there)
+    tl.store(task + 1, end, mask=is_there)
+    tl.store(task + 2, row, mask=is_there)
+    tl.store(task + 3, part, mask=is_there)
+    tl.store(task + 4, start, mask=is_there)
+    tl.store(task + 5, stop - start, mask=is_there)
+    tl.store(task + 6, length, mask=is_there)
+    tl.store(task + 7, tl.where(is_first & (part >= 0), num_parts, 0), mask=is_there)
 
 
 @triton.jit(
@@ -231,7 +248,7 @@ def _fill(
     page_table = _buffer(group, _PAGE_TABLE)
     slot_mapping = tl.load(group + _SLOT_MAPPING).to(tl.pointer_type(tl.int64))
     target = _size(group, _TARGET)
-    segments, members, splits = _buffer(group, _SEGMENTS), _buffer(group, _MEMBERS), _buffer(group, _SPLITS)
+    runs, tasks, splits = _buffer(group, _RUNS), _buffer(group, _TASKS), _buffer(group, _SPLITS)
     split = page_tokens // kernel_page
     width = max_pages * split
     num_blocks = tl.cdiv(width, BLOCK)
@@ -249,10 +266,10 @@ def _fill(
                 page_tokens, slot_mapping, positions, batch_indices, BLOCK,
             )  # fmt: skip
         else:
-            first_word = (program - padded_rows * num_blocks - tl.cdiv(padded_tokens, BLOCK)) * BLOCK
-            if (target > 0) & (first_word < 8 * padded_rows + 6 * target):
+            first = (program - padded_rows * num_blocks - tl.cdiv(padded_tokens, BLOCK)) * BLOCK
+            if (target > 0) & (first < padded_rows + target + 1):
                 _fill_work(
-                    first_word, packed + work_at, num_rows, padded_rows, target, segments, members, splits,
+                    first, packed + work_at, lengths, starts, num_rows, padded_rows, target, runs, tasks, splits,
                     BLOCK,
                 )  # fmt: skip
 
@@ -293,7 +310,7 @@ def prepare(groups: Sequence[GroupPages], device: torch.device) -> Prepared:
             group.slot_mapping, group.page_table, group.indptr, group.indices, group.last_page_len,
             group.begins,
         )  # fmt: skip
-        work = group.segments, group.members, group.splits
+        work = group.runs, group.tasks, group.splits
         parameters.append(
             [
                 *sizes,
@@ -329,8 +346,8 @@ def fill(
         (num_groups, 1, 1), parameters, packed, *sections[:3], num_rows, padded_rows, *out[:3],
         constants=(count_block,),
     )  # fmt: skip
-    num_words = 8 * padded_rows + 6 * target if target else 0
-    num_programs = padded_rows * num_blocks + -(-padded_tokens // _FILL_BLOCK) + -(-num_words // _FILL_BLOCK)
+    num_tasks = padded_rows + target + 1 if target else 0
+    num_programs = padded_rows * num_blocks + -(-padded_tokens // _FILL_BLOCK) + -(-num_tasks // _FILL_BLOCK)
     _launch_fill(
         (max(1, num_programs), num_groups, 1), parameters, table, packed, *sections, num_rows, padded_rows,
         padded_tokens, table_rows, *out[3:], constants=(_FILL_BLOCK,),

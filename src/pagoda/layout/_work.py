@@ -1,4 +1,4 @@
-"""How many segments of attention keep a device busy. In: a group, and how many programs a device runs at
+"""How many programs of attention keep a device busy. In: a group, and how many programs a device runs at
 once; out: the target of the group's work list."""
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ from pagoda.layout._numbers import count
 
 __all__ = ["WORKERS", "work_target"]
 
-WORKERS = 264  # programs that a device runs at once: two for each of the 132 multiprocessors of an H200
+WORKERS = 528  # programs that a device runs at once: four for each of the 132 multiprocessors of an H200
+LATENT_HEADS = (
+    4  # latents count as so many KV heads: their programs are larger, and two serve 128 query heads
+)
 
 
 def work_target(group: PagedGroup, workers: int) -> int:
-    """Return how many segments the group should have in a step, each of which runs once per KV head.
+    """Return how many programs divide the work of the group among them, for each KV head.
 
     0, no list: without workers, and for groups of entries. Errors: ConfigError.
     """
     if count(workers, "workers", low=0) > MAX_TARGET:
         raise ConfigError(f"workers: give {MAX_TARGET} or less, not {workers}")
-    return 0 if group.kv_heads is None else -(-workers // group.kv_heads)
+    if group.kv_heads is None:
+        return 0
+    return -(-workers // (LATENT_HEADS if group.storage.entries[0].name == "latent" else group.kv_heads))

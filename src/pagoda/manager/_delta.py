@@ -20,14 +20,15 @@ Int32 = npt.NDArray[np.int32]
 
 
 class WorkList(NamedTuple):
-    """What attention computes in one group, in segments of about the same size: docs/manager.md."""
+    """What attention computes in one group, divided among programs: docs/manager.md."""
 
     segments: Int32  # [segments, 4]: first key, end of the keys, first member, number of members
     members: Int32  # [members, 2]: index of the row in the step, its first part in the segment or −1
     splits: Int32  # [rows, 2]: number of parts of each row, its first part or −1
+    runs: Int32  # [target + 1]: program p computes segments runs[p], …, runs[p + 1] − 1
     num_parts: int
     extend_parts: int  # the most parts of an extend row
-    target: int  # segments that keep the device busy
+    target: int  # programs that keep the device busy
 
 
 class Delta:
@@ -129,11 +130,14 @@ class Delta:
         found = read_work(self.packed, group)
         if found is None:
             return None
-        (segments, num_segments), (members, num_members), (splits, num_rows), *numbers = found
+        (segments, num_segments), (members, num_members), (splits, num_rows), (runs, num_runs), *numbers = (
+            found
+        )
         return WorkList(
             self.packed[segments : segments + 4 * num_segments].reshape(-1, 4),
             self.packed[members : members + 2 * num_members].reshape(-1, 2),
             self.packed[splits : splits + 2 * num_rows].reshape(-1, 2),
+            self.packed[runs : runs + num_runs],
             *numbers,
         )
 

@@ -53,8 +53,8 @@ PER_GROUP = {
     "indices": Declared("indices", torch.int32),
     "last_page_len": Declared("rows", torch.int32),
     "begins": Declared("rows", torch.int32),
-    "segments": Declared("segments", torch.int32, columns=4),
-    "members": Declared("segments", torch.int32, columns=2),
+    "runs": Declared("runs", torch.int32),
+    "tasks": Declared("tasks", torch.int32, columns=8),
     "splits": Declared("splits", torch.int32, columns=2),
 }
 NUMPY = {torch.int32: np.int32, torch.int64: np.int64}
@@ -94,7 +94,7 @@ class Sizes(NamedTuple):
             return self.rows
         if not target:
             return 0
-        return self.rows + (target if what == "segments" else 0)
+        return {"runs": target + 1, "tasks": self.rows + target, "splits": self.rows}[what]
 
 
 class Parts(NamedTuple):
@@ -105,16 +105,26 @@ class Parts(NamedTuple):
 
 
 class Work(NamedTuple, Generic[Array]):
-    """What attention computes in one group, in segments of about the same size.
+    """What attention computes in one group, divided among `target` programs per KV head.
 
-    A decode row computes at most `DECODE_QUERIES` tokens and has segments; an extend row computes more, and
-    kernels divide its queries themselves. A long span of keys is split into parts, whose results are merged:
-    part p of query q of a row with `count` queries is number first + p * count + q of all parts.
+    A decode row computes at most `DECODE_QUERIES` tokens. Its keys are in one segment, or are split into
+    several, whose results are merged: part p of query q of a row with `count` queries is number
+    first + p * count + q of all parts. An extend row computes more tokens; kernels divide its queries
+    themselves, and the keys of each tile into as many parts as `splits` says.
+
+    ::
+
+        runs    [target + 1] int32     program p computes tasks runs[p], …, runs[p + 1] − 1
+        tasks   [rows + target, 8]     a segment each: its first key, the end of its keys, the index of its row,
+                int32                  its first part or −1; the row's first token in the step, its tokens in
+                                       the step, its length; the row's number of parts if this is the first of
+                                       several, else 0
+        splits  [rows, 2] int32        number of parts of each row, and its first part, or −1 if it is not split
     """
 
-    segments: Array  # [rows + target, 4] int32: first key, end of the keys, first member, number of members
-    members: Array  # [rows + target, 2] int32: index in `rows`, first part in this segment or −1
-    splits: Array  # [rows, 2] int32: number of parts of each row, its first part or −1 if it is not split
+    runs: Array
+    tasks: Array
+    splits: Array
     num_parts: int  # that memory for results has to have room for
     extend_parts: int  # the most parts of an extend row
     has_list: bool  # False: nothing is listed, since the pools have no workers or the group stores entries
@@ -375,11 +385,11 @@ class GroupBatch(_Views[Array]):
 
     @property
     def work(self) -> Work[Array]:
-        """What attention computes, in segments. Behind those of the step, segments are 0 and have no members;
-        rows of padding have splits (0, −1)."""
+        """What attention computes. Tasks behind those of the step are 0, and rows of padding have splits
+        (0, −1)."""
         return Work(
-            self._view("segments"),
-            self._view("members"),
+            self._view("runs"),
+            self._view("tasks"),
             self._view("splits"),
             *self._parts[self.group.name],
             self._geometry.target > 0,
