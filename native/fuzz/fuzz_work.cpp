@@ -92,7 +92,7 @@ class Fuzz {
     std::vector<std::vector<int>> keys(n);
     for (size_t i = 0; i < n; ++i) keys[i].assign(static_cast<size_t>(lengths[i]), 0);
     std::vector<int> results(static_cast<size_t>(work.num_parts), 0);
-    int64_t tokens = 0, most_queries = 0, total = 0, longest = 0;
+    int64_t tokens = 0, most_queries = 0, total = 0;
     for (int64_t s = 0; s < work.segments.size / 4; ++s) {
       const int32_t* segment = work.segments.data + 4 * s;
       require(segment[3] == 1 && segment[2] == s, "a segment has one member, its own");
@@ -104,7 +104,6 @@ class Fuzz {
       require((part >= 0) == (work.splits[2 * row] > 1), "a part for a row that is split, and no other");
       require(part < 0 || segment[0] % 64 == 0 || s == 0 || work.members[2 * s - 2] != row, "parts begin at 64s");
       total += segment[1] - segment[0];
-      longest = std::max<int64_t>(longest, segment[1] - segment[0]);
     }
     for (size_t i = 0; i < n; ++i) {
       const int64_t count = counts[i], read = group.window > 0 ? count + group.window - 1 : lengths[i];
@@ -127,8 +126,16 @@ class Fuzz {
     const int64_t num_rows = static_cast<int64_t>(n);
     require(work.segments.size / 4 <= num_rows + work.target, "more segments than buffers have room for");
     require(work.num_parts <= most_parts(num_rows, tokens, most_queries, work.target), "more parts than the bound");
-    // No segment is longer than a fair share of all keys, but for rounding.
-    require(longest <= std::max<int64_t>(256, (total + work.target - 1) / work.target + 63) + 63, "a long segment");
+    // No program has more than a fair share of all keys, but for rounding and what saves a cut.
+    const int64_t quota = std::max<int64_t>(256, (total + work.target - 1) / work.target);
+    for (int64_t p = 0; p < work.target; ++p) {
+      int64_t load = 0;
+      for (int64_t s = work.runs[p]; s < work.runs[p + 1]; ++s) {
+        load += work.segments[4 * s + 1] - work.segments[4 * s];
+      }
+      require(load <= quota + std::max<int64_t>(63, quota / 16), "a program with too many keys");
+    }
+    require(work.runs[0] == 0 && work.runs[work.target] == work.segments.size / 4, "a segment without a program");
   }
 
   // A list with one wrong number is refused, or is another list of the same rows that is right as well.

@@ -47,8 +47,8 @@ def buffers_of(groups: list[Pages], sizes: Sizes) -> dict[str, torch.Tensor]:
     )
     for group in groups:
         own: list[Any] = [(tokens,), (rows, group.width), (rows + 1,), (group.max_indices,), (rows,), (rows,)]
-        room = rows + group.target if group.target else 0
-        own += [(room, 4), (room, 2), (rows if group.target else 0, 2)]
+        target = group.target
+        own += [(target + 1,), (rows + target, 8), (rows, 2)] if target else [(0,), (0, 8), (0, 2)]
         shapes |= {f"{group.name}.{name}": shape for name, shape in zip(PER_GROUP, own, strict=True)}
     return {
         name: torch.full(shape, STALE, dtype=torch.int64 if name.endswith(WIDE) else torch.int32)

@@ -650,8 +650,8 @@ class ManagerMachine(RuleBasedStateMachine):
                 continue
             assert work is not None
             expected = work_model(lengths, counts, group.window, target)
-            assert [part.tolist() for part in work[:3]] == list(expected[:3])
-            assert work[3:] == (*expected[3:], target)
+            assert [part.tolist() for part in work[:4]] == list(expected[:4])
+            assert work[4:] == (*expected[4:], target)
             require_cover(expected, lengths, counts, group.window)
 
     def apply(self, delta: Delta) -> list[set[int]]:

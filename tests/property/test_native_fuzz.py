@@ -162,8 +162,8 @@ MISTAKES = [
     (
         "fuzz_work",
         "core/work_list.cpp",
-        "(first + p * span / parts) / kBoundary * kBoundary",
-        "first + p * span / parts",
+        "ceil_div(from + room, kBoundary) * kBoundary",
+        "from + room",
     ),
     (
         "fuzz_work",

@@ -682,8 +682,8 @@ def test_memory_of_batches_is_counted():
     case = decoding(max_step_tokens=8, workers=6)  # 3 for each of the two KV heads
     buffers = buffers_of(case.pools).values()
     # [4] rows, lengths, last_page_len, begins; [5] starts, indptr; [4, 2] table; [8] indices, batch_indices;
-    # 8-byte numbers; [4 + 3, 4] segments, [4 + 3, 2] members, [4, 2] splits.
-    work = 4 * (7 * 4 + 7 * 2 + 4 * 2)
+    # 8-byte numbers; [3 + 1] runs, [4 + 3, 8] tasks, [4, 2] splits.
+    work = 4 * (4 + 7 * 8 + 4 * 2)
     assert sum(buffer.nbytes for buffer in buffers) == 4 * (4 * 4 + 2 * 5 + 8 + 8 + 8) + 8 * (2 * 8) + work
 
 

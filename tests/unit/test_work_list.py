@@ -67,15 +67,15 @@ def test_a_plan_has_the_list_of_every_group(rows: list[tuple[int, int]], workers
         assert work is not None
         expected = work_model(lengths, counts, window, target)
         require_cover(expected, lengths, counts, window)
-        assert [part.tolist() for part in work[:3]] == list(expected[:3])
-        assert work[3:] == (*expected[3:], target)
-        assert all(part.dtype == np.int32 for part in work[:3])
+        assert [part.tolist() for part in work[:4]] == list(expected[:4])
+        assert work[4:] == (*expected[4:], target)
+        assert all(part.dtype == np.int32 for part in work[:4])
         # What buffers and memory of kernels are made for.
         assert len(work.segments) <= len(rows) + target
         assert work.num_parts <= most_parts(len(rows), sum(counts), max(counts), target)
 
 
-def list_of(rows: list[tuple[int, int]], workers: int = WORKERS) -> Any:
+def list_of(rows: list[tuple[int, int]], workers: int = 264) -> Any:
     """What a manager plans for rows of a group with two KV heads."""
     manager = manager_of(Layout([FULL], 64), workers=workers)
     admitted = [manager.admit(range(length), read=False, store=False).row for length, _ in rows]
@@ -84,23 +84,35 @@ def list_of(rows: list[tuple[int, int]], workers: int = WORKERS) -> Any:
 
 
 def test_a_long_row_is_split_and_short_ones_are_not():
-    """Target 4, 8,000 keys: a chunk is 2,048, so 7,000 keys are 4 parts of 1,750, cut at multiples of 64."""
+    """Four programs, 8,000 keys: 2,000 keys each, rounded up to where a row is cut, at multiples of 64."""
     work = list_of([(500, 1), (7000, 2), (500, 1)], workers=8)
     assert work.segments.tolist() == [
-        [0, 1728, 0, 1], [1728, 3456, 1, 1], [3456, 5248, 2, 1], [5248, 7000, 3, 1],
-        [0, 500, 4, 1], [0, 500, 5, 1],
+        [0, 500, 0, 1], [0, 1536, 1, 1], [1536, 3584, 2, 1], [3584, 5632, 3, 1], [5632, 7000, 4, 1],
+        [0, 500, 5, 1],
     ]  # fmt: skip
-    assert work.members.tolist() == [[1, 0], [1, 2], [1, 4], [1, 6], [0, -1], [2, -1]]
+    assert work.members.tolist() == [[0, -1], [1, 0], [1, 2], [1, 4], [1, 6], [2, -1]]
     assert work.splits.tolist() == [[1, -1], [4, 0], [1, -1]]
+    assert work.runs.tolist() == [0, 2, 3, 4, 6]
     assert (work.num_parts, work.extend_parts, work.target) == (8, 1, 4)
 
 
-def test_whole_rows_run_from_long_to_short():
-    lengths = [3, 200, 90, 130, 255, 1]
-    work = list_of([(length, 1) for length in lengths], workers=8)
-    found = work.segments[:, 1].tolist()
-    assert found == [200, 130, 255, 90, 3, 1]  # of 8, 8, 8, 7, 2 and 1 bits
-    assert [lengths[row] for row in work.members[:, 0]] == found
+def test_a_program_has_256_keys_of_short_rows_before_the_next_one_begins():
+    work = list_of([(length, 1) for length in (3, 200, 90, 130, 255, 1)], workers=8)
+    found = [
+        work.segments[begin:end, :2].tolist()
+        for begin, end in zip(work.runs[:-1], work.runs[1:], strict=True)
+    ]
+    assert found == [
+        [[0, 3], [0, 200], [0, 64]],
+        [[64, 90], [0, 130], [0, 128]],
+        [[128, 255], [0, 1]],
+        [],
+    ]
+
+
+def test_a_row_is_not_cut_for_a_sixteenth_of_a_share():
+    assert list_of([(272, 1)], workers=8).segments.tolist() == [[0, 272, 0, 1]]
+    assert list_of([(273, 1)], workers=8).segments.tolist() == [[0, 256, 0, 1], [256, 273, 1, 1]]
 
 
 def test_extend_rows_have_parts_and_no_segments():
@@ -132,19 +144,20 @@ def test_groups_of_entries_have_no_list_and_latents_have_one_head():
     targets = {group.name: work_target(group, 264) for group in layout.paged_groups}
     heads = {group.name: group.kv_heads for group in layout.paged_groups}
     full, one, none = (group.name for group in layout.paged_groups)
-    assert (targets[full], targets[one], targets[none]) == (132, 264, 0)
+    assert (targets[full], targets[one], targets[none]) == (132, 66, 0)  # latents count as four heads
     assert (heads[full], heads[one], heads[none]) == (2, 1, None)
     manager = manager_of(layout)
     manager.admit(range(10))
     delta = manager.plan(1, 10)
     assert [delta.work(g) is None for g in range(3)] == [False, False, True]
-    pools = pools_of(layout)
+    pools = pools_of(layout, workers=264)
     with pytest.raises(ArgumentError):
         pools.batch(delta)
     batch = pools.batch(apply(pools, step_of(pools, [(10, 1)])))
     assert not batch[none].work.has_list
-    assert batch[none].work.segments.shape == (0, 4)
-    assert batch[one].work.segments.shape == (265, 4)
+    assert batch[none].work.tasks.shape == (0, 8)
+    assert batch[one].work.tasks.shape == (67, 8)
+    assert batch[one].work.runs.shape == (67,)
 
 
 @pytest.mark.parametrize("workers", [-1, 1.5, None, True, 2**16 + 1, 2**70])
@@ -190,7 +203,7 @@ def test_workers_of_manager_and_pools_have_to_agree():
 
 
 ROWS = [(3000, 1), (100, 2), (5000, 20), (7, 0), (900, 1)]
-TARGET = 9  # of 18 workers: chunks of 448 keys
+TARGET = 9  # of 18 workers: 445 keys each
 
 
 def words() -> list[int]:
@@ -203,7 +216,8 @@ def test_the_list_that_the_next_tests_break_is_right():
     work = apply(pools, step_of(pools, ROWS, work=words())).work(0)
     assert work is not None
     assert work.splits.tolist() == [[7, 0], [1, -1], [5, 7], [0, -1], [3, 107]]
-    assert len(work.segments) == 11
+    assert work.runs.tolist() == [0, 1, 2, 3, 4, 5, 6, 9, 10, 11]
+    assert work.members[:, 0].tolist() == [0] * 7 + [1] + [4] * 3
 
 
 def entry(at: int, value: int) -> Callable[[list[int]], None]:
@@ -231,8 +245,18 @@ def swap_segments(words: list[int]) -> None:
     words[a : a + 2], words[b : b + 2] = words[b : b + 2], words[a : a + 2]
 
 
+def run(program: int, value: int) -> Callable[[list[int]], None]:
+    return lambda words: entry(words[5] + 2 * len(ROWS) + program, value)(words)
+
+
 def drop_segment(words: list[int]) -> None:
+    """The last one, but not its member."""
     words[2] -= 1
+    run(TARGET, 10)(words)
+
+
+def drop_segment_and_member(words: list[int]) -> None:
+    drop_segment(words)
     words[4] -= 1
 
 
@@ -254,23 +278,27 @@ BAD = {
     "an absurd number of parts": (split(0, 0, 2**31 - 1), "splits row 0 "),
     "a first part twice": (split(4, 1, 0), "numbers the parts of row 4"),
     "a first part of a row that is not split": (split(1, 1, 3), "numbers the parts of row 1"),
-    "a gap": (segment(1, 0, 512), "keys 512 to .* but those from 384"),
-    "an empty segment": (segment(1, 1, 384), "keys 384 to 384"),
+    "a gap": (segment(1, 0, 512), "keys 512 to .* but those from 448"),
+    "an empty segment": (segment(1, 1, 448), "keys 448 to 448"),
     "a segment beyond the row": (segment(6, 1, 3001), "keys .* to 3001"),
     "a negative key": (segment(0, 0, -64), "keys -64 "),
     "a segment that ends early": (segment(6, 1, 2999), "does not cover row 0"),
     "segments in another order": (swap_segments, "those from 0 to 3000 are next"),
-    "a segment is missing": (drop_segment, "does not cover row 1"),
+    "a segment is missing": (drop_segment_and_member, "does not cover row 4"),
     "no members": (segment(3, 3, 0), "members of segment 3"),
     "a member of another segment": (segment(3, 2, 2), "members of segment 3"),
     "members that are not there": (segment(10, 3, 2), "members of segment 10"),
-    "a member of no segment": (lambda words: entry(2, 10)(words), "members that belong to no segment"),
+    "a member of no segment": (drop_segment, "members that belong to no segment"),
     "a row that is not in the step": (member(0, 0, 5), "names row 5 of a step of 5"),
     "a negative row": (member(0, 0, -1), "names row -1"),
     "an extend row in a segment": (member(10, 0, 2), "row 2 of the step, which computes 20 tokens"),
     "a row without queries in a segment": (member(10, 0, 3), "row 3 of the step, which computes 0 tokens"),
     "the part of another": (member(1, 1, 2), "numbers the parts of row 0"),
-    "a part for a row that is not split": (member(10, 1, 0), "numbers the parts of row 1"),
+    "a part for a row that is not split": (member(7, 1, 0), "numbers the parts of row 1"),
+    "runs that do not begin at 0": (run(0, 1), "out of order"),
+    "runs that go back": (run(3, 1), "out of order"),
+    "a segment without a program": (run(TARGET, 10), "segments that no program computes"),
+    "a program without a segment": (run(TARGET, 12), "segments that no program computes"),
     "no part for a row that is": (member(2, 1, -1), "numbers the parts of row 0"),
 }
 
@@ -296,25 +324,14 @@ def test_a_list_that_was_changed_after_it_was_applied_is_not_copied():
         pools.batch(delta)
 
 
-def test_a_segment_may_have_several_rows_of_one_query():
-    """Rows 1 and 2 read the same 320 keys together, and then each its own."""
+def test_a_segment_of_several_rows_is_refused():
+    """The format has them; no kernel computes them."""
     pools = pools_of(Layout([FULL], 64), workers=6)
-    segments = [[0, 320, 0, 2], [320, 400, 2, 1], [320, 330, 3, 1]]
-    splits = [[2, 0], [2, 2]]
-
-    def delta_with(count: int, members: list[list[int]]) -> Delta:
-        parts = [word for part in (segments, members, splits) for row in part for word in row]
-        head = [3, 8, 3, 8 + 12, 4, 8 + 12 + 8, 2 + 2 * count, 1]
-        return step_of(pools, [(400, 1), (330, count)], work=[*head, *parts])
-
-    with pytest.raises(ArgumentError, match="row 1 of the step, which computes 2 tokens, in a segment of 2"):
-        pools.apply(delta_with(2, [[0, 0], [1, 2], [0, 1], [1, 4]]))
-    members = [[0, 0], [1, 2], [0, 1], [1, 3]]
-    batch = pools.batch(apply(pools, delta_with(1, members)))
-    work = batch["full"].work
-    assert work.segments.tolist() == [*segments, [0] * 4, [0] * 4]
-    assert work.members.tolist() == [*members, [0] * 2]
-    assert (work.num_parts, work.splits.tolist()) == (4, splits)
+    segments, members = [[0, 320, 0, 2]], [[0, -1], [1, -1]]
+    parts = [word for part in (segments, members, [[1, -1]] * 2) for row in part for word in row]
+    head, runs = [3, 8, 1, 8 + 4, 2, 8 + 4 + 4, 0, 1], [0, 1, 1, 1]
+    with pytest.raises(ArgumentError, match="a segment of 2 rows: these pools compute segments of one row"):
+        pools.apply(step_of(pools, [(320, 1), (320, 1)], work=[*head, *parts, *runs]))
 
 
 # ── what batches show ───────────────────────────────────────────────────────────────────────────────
@@ -354,8 +371,8 @@ def test_parts_are_exact_for_one_step_and_a_bound_for_a_graph():
 
 
 def test_the_bound_is_reached():
-    """Target 3: two rows just above a chunk are split in two each."""
-    rows = [(321, 1), (321, 1), (318, 1)]  # 960 keys, chunks of 320
+    """Three programs of 320 keys: both of their ends cut a row."""
+    rows = [(400, 1), (400, 1), (160, 1)]
     lengths, counts = zip(*rows, strict=True)
     assert work_model(lengths, counts, None, 3).num_parts == 4 == most_parts(3, 3, 1, 3)
 
