@@ -1,7 +1,7 @@
-"""Attention by the work list in plain torch: segments, parts, and a merge by log-sum-exp, in float64.
+"""Attention by the work list in plain torch: tasks, parts, and a merge by log-sum-exp, in float64.
 
 In: a call; out: its outputs. It reads what a kernel reads, and asserts that the list has everything once:
-every query is written by one segment or merged from all of its parts, and every part has one writer.
+every query is written by one task or merged from all of its parts, and every part has one writer.
 """
 
 import itertools
@@ -29,8 +29,8 @@ def attend(call: Call) -> None:
     """Compute a call; padding gives 0."""
     work = call.view.work
     assert work.has_list
-    splits, members = work.splits.tolist(), work.members.tolist()
-    starts = call.batch.query_start_loc.tolist()
+    splits, runs, tasks = work.splits.tolist(), work.runs.tolist(), work.tasks.tolist()
+    starts, lengths = call.batch.query_start_loc.tolist(), call.batch.lengths.tolist()
     counts = [end - begin for begin, end in itertools.pairwise(starts)]
     room: dict[int, Partial] = {}
     written: set[int] = set()
@@ -51,12 +51,16 @@ def attend(call: Call) -> None:
                 room[part + number] = one
 
     covered = [0] * len(counts)
-    for begin, end, first_member, num_members in work.segments.tolist():
-        for row, part in members[first_member : first_member + num_members]:
-            assert 0 < counts[row] <= DECODE_QUERIES
-            assert begin < end
+    assert runs[0] == 0
+    for begin, end in itertools.pairwise(runs):  # a program each
+        for first_key, end_key, row, part, first_token, count, length, several in tasks[begin:end]:
+            assert (first_token, count, length) == (starts[row], counts[row], lengths[row])
+            assert 0 < count <= DECODE_QUERIES
+            assert first_key < end_key
+            num_parts = splits[row][0]
+            assert several == (num_parts if num_parts > 1 and covered[row] == 0 else 0)
             covered[row] += 1
-            keep(row, part, 0, over_keys(call, row, 0, counts[row], begin, end))
+            keep(row, part, 0, over_keys(call, row, 0, count, first_key, end_key))
     for row, (num_parts, first_part) in enumerate(splits):
         count = counts[row]
         if count <= DECODE_QUERIES:

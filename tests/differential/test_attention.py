@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from differential.attention_cases import (
+    MANY,
     ROWS,
     SHAPES,
     VARIANTS,
@@ -76,8 +77,9 @@ def test_every_implementation_is_judged():
 def test_all_pairs_of_values_are_among_the_variants():
     found = set(itertools.chain.from_iterable(pairs_of(variant._asdict()) for variant in VARIANTS))
     assert found >= needed_pairs()
-    # 11 shapes and 9 dtypes alone make 99 pairs: few more variants than that have all the others, too.
-    assert len(VARIANTS) <= 110
+    # On a GPU, 11 shapes and 9 dtypes alone make 99 pairs; elsewhere, 11 shapes and 6 rows make 65. Few more
+    # variants than that have all others, too.
+    assert len(VARIANTS) <= (110 if HAS_CUDA else 85)
 
 
 def test_rows_are_split_or_not_as_the_variants_say():
@@ -88,9 +90,9 @@ def test_rows_are_split_or_not_as_the_variants_say():
         parts[rows] = [n for n, _ in found[: len(ROWS[rows])]]
     assert max(parts["split"][:2]) > 2, "a row of several parts"
     assert parts["split"][-1] == 1
-    assert parts["long"][0] > 2, "an extend row of several parts"
+    assert parts["long"][0] > 1, "an extend row of several parts"
     assert parts["long"][1] > 1, "a decode row"
-    assert all(max(parts[rows]) == 1 for rows in ROWS if rows not in ("split", "long"))
+    assert max(parts["decode"]) == max(parts["extend"]) == 1
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -104,12 +106,25 @@ def test_variants(name: str, variant: Variant):
     judge(attend_of(name), case_of(variant, DEVICES[name]), variant.form == "strided")
 
 
-DTYPES = ["float32/float32", "bfloat16/bfloat16"]
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_several_tiles_of_queries(name: str):
+    for model in (SHAPES["16x1"], SHAPES["112x3"]._replace(kv_heads=1, heads=3, window=40)):
+        judge(attend_of(name), Case(model, MANY, 16, None, DEVICES[name]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_extend_row_of_more_parts(name: str):
+    for window in (None, 2050):
+        case = Case(SHAPES["80x4"]._replace(window=window), [(2100, 9)], 16, None, DEVICES[name])
+        assert int(case.view.work.splits[0, 0]) > 2
+        judge(attend_of(name), case)
+
+
 PAIRED = [
-    Variant(shape, dtype, (16, None), rows, window, None, True, "exact")
-    for (shape, rows, window), dtype in itertools.product(
-        [("64x2", "split", None), ("112x3", "mixed", 40), ("latent80", "long", None)], DTYPES
-    )
+    Variant("16x1", "float32/float32", (16, None), "split", None, None, True, "exact"),
+    Variant("64x2", "bfloat16/bfloat16", (16, None), "split", None, None, True, "exact"),
+    Variant("112x3", "float32/float32", (16, None), "mixed", 40, None, True, "exact"),
+    Variant("latent48", "bfloat16/bfloat16", (16, None), "long", None, None, True, "exact"),
 ]
 
 
@@ -117,8 +132,7 @@ PAIRED = [
 def test_padding_changes_no_byte_and_neither_does_a_second_run(name: str, variant: Variant):
     attend, device = attend_of(name), DEVICES[name]
     exact = judge(attend, case_of(variant, device))
-    assert same_bytes(judge(attend, case_of(variant, device)), exact)
-    for padding in ((1, 0), (0, 1), (2, 3)):
+    for padding in (None, (1, 0), (2, 3)):
         assert same_bytes(judge(attend, case_of(variant, device, padding=padding)), exact)
 
 
@@ -144,18 +158,6 @@ def test_rows_that_share_pages(name: str):
     case = Case(SHAPES["64x2"], rows, 16, None, DEVICES[name], prefix=128)
     assert (case.view.page_table[[0, 1, 2, 3, 5], :8] == case.view.page_table[0, :8]).all()
     judge(attend_of(name), case)
-
-
-def test_a_segment_may_have_several_rows():
-    """Two rows that share 256 tokens, which one segment computes for both: the format has room for it."""
-    case = Case(SHAPES["64x2"], [(300, 1), (290, 1)], 16, prefix=256, padding=None)
-    expected = judge(attend_of("listed"), case)
-    work = case.view.work
-    work.segments.zero_()
-    work.segments[:3] = torch.tensor([[0, 256, 0, 2], [256, 300, 2, 1], [256, 290, 3, 1]])
-    work.members[:4] = torch.tensor([[0, 0], [1, 2], [0, 1], [1, 3]])  # row, first part
-    work.splits[:2] = torch.tensor([[2, 0], [2, 2]])
-    torch.testing.assert_close(judge(attend_of("listed"), case), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -194,7 +196,7 @@ def test_logits_and_sinks_that_no_float_holds_once_exponentiated(name: str):
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(
-    max_examples=examples(100 if HAS_CUDA else 15),
+    max_examples=examples(100 if HAS_CUDA else 8),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(data=st.data())
@@ -202,10 +204,10 @@ def test_any_batch(name: str, data: st.DataObject):
     kernel_page = data.draw(st.sampled_from([1, 2, 4, 16]))
     page = kernel_page * data.draw(st.sampled_from([1, 2, 3]))
     length = st.integers(0, 20) | st.sampled_from([63, 64, 65, 128, 255, 256, 257, 320, 513])
-    count = st.sampled_from([0, 1, 1, 2, 7, 8, 9, 64, 65])
+    count = st.sampled_from([0, 1, 1, 2, 7, 8, 9, 17])
     rows = [(n, min(n, q)) for n, q in data.draw(st.lists(st.tuples(length, count), min_size=1, max_size=4))]
     model = Model(
-        heads=6, kv_heads=data.draw(st.sampled_from([1, 2, 3, 6])), k_dim=16, v_dim=16,
+        heads=3, kv_heads=data.draw(st.sampled_from([1, 3])), k_dim=16, v_dim=16,
         window=data.draw(st.sampled_from([None, 1, 3, 64, 65, 300])),
         has_sinks=data.draw(st.booleans()), softcap=data.draw(st.sampled_from([None, 2.0])),
     )  # fmt: skip
