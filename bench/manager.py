@@ -38,7 +38,7 @@ FIGURES = {
     "length": f"by context: a step of {RUNNING} requests, one request's chunk, admission, fork, release",
     "states": "with a state group and without, contexts of 1,000 tokens; a hit of 1,504 of 2,000 tokens",
     "checkpoints": "a request of 36 tokens that saves one checkpoint, by number of checkpoints; µs",
-    "work": "plan of a decode step of 256 requests with work lists and without, by context; best median / p99",
+    "work": "plan of a decode step of 256 requests, with work lists and without; best median / p99",
 }
 
 
