@@ -114,8 +114,8 @@ def batches() -> None:
             indices=ints(160),
             last_page_len=ints(8),
             begins=ints(8),
-            segments=ints(8 + 3 * max_tokens, 4),
-            members=ints(8 + 3 * max_tokens, 2),
+            runs=ints(3 * max_tokens + 1),
+            tasks=ints(8 + 3 * max_tokens, 8),
             splits=ints(8, 2),
         )
         out = ints(8), ints(8), ints(9), torch.zeros(max_tokens, dtype=torch.int64), ints(max_tokens)

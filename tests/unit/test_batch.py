@@ -19,6 +19,7 @@ from pagoda.layout import (
     WindowAttention,
     latent,
 )
+from pagoda.layout._work import WORKERS
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Batch, HostBatch, Pools, Staging
 from unit.batch_model import Pages, Row, model, positions_read, slot_at
@@ -116,7 +117,7 @@ def cases(draw: st.DrawFn) -> Case:
         count = min(draw(st.sampled_from([0, 1, 1, 2, 7, length])), length)
         rows.append(Row(number, length, count))
     limits = {name: draw(st.sampled_from([1, 5, 10_000])) for name in page_tokens}
-    workers = draw(st.sampled_from([0, 1, 5, 264]))
+    workers = draw(st.sampled_from([0, 1, 5, WORKERS]))
     return case_of(layout, tables, rows, kernel_page_tokens=kernel_pages, max_indices=limits, workers=workers)
 
 
@@ -682,8 +683,8 @@ def test_memory_of_batches_is_counted():
     case = decoding(max_step_tokens=8, workers=6)  # 3 for each of the two KV heads
     buffers = buffers_of(case.pools).values()
     # [4] rows, lengths, last_page_len, begins; [5] starts, indptr; [4, 2] table; [8] indices, batch_indices;
-    # 8-byte numbers; [4 + 3, 4] segments, [4 + 3, 2] members, [4, 2] splits.
-    work = 4 * (7 * 4 + 7 * 2 + 4 * 2)
+    # 8-byte numbers; [3 + 1] runs, [4 + 3, 8] tasks, [4, 2] splits.
+    work = 4 * (4 + 7 * 8 + 4 * 2)
     assert sum(buffer.nbytes for buffer in buffers) == 4 * (4 * 4 + 2 * 5 + 8 + 8 + 8) + 8 * (2 * 8) + work
 
 
