@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from pagoda.attention import _reference
+from pagoda.attention import _reference, _triton
 from pagoda.attention._call import checked
 from pagoda.pools import Batch, Layer
 
@@ -40,5 +40,8 @@ def paged(
     StaleError after another `Pools.batch`.
     """
     call = checked(queries, layer, batch, scale, softcap, sinks, out)
-    _reference.attend(call)
+    if batch.device.type == "cuda" and _triton.can_attend(call):
+        _triton.attend(call)
+    else:
+        _reference.attend(call)
     return call.out

@@ -1,29 +1,35 @@
-"""Attention over pages in Triton: `_decode` runs a work list, `_extend` tiles of queries.
+"""Attention over pages in Triton: `decode` computes a work list, `extend` tiles of queries, `merge` their parts.
 
 In: queries, the pool of a layer, a batch; out: outputs. A tile has C.rows rows, which are pairs (query, head)
-of one KV head, so that grouped heads read a key once, and C.keys keys. Where the keys of a row are cut into
-parts, each program leaves a normalised partial result and its log-sum-exp, and `_merge` merges the parts in their
-order. Logits are powers of two: factors of
-log2(e) are in the scales. Vectors are read in two parts: those of fp8 pools as their even and odd numbers, two
-of which are one uint16; others as a power of two of numbers, and the rest. Offsets into pools are 64-bit.
+of one KV head, so that grouped heads read a key once, and C.keys keys. A program that reads only a part of a
+row's keys leaves a normalised result and its log-sum-exp; `merge` combines the parts in their order. Logits
+are powers of two: the scales contain log2(e). Vectors are read in two pieces: those of fp8 pools as their even
+and odd numbers, pairs of which are read as uint16; others as a power of two of numbers, and the rest. Offsets
+into pools are 64-bit.
 """
 
 # Kernels are written in Triton's language, which mypy cannot type.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False
 # mypy: disallow-incomplete-defs=False, disallow-untyped-calls=False
+# ruff: noqa: RET505 (Triton compiles what follows a return)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
-from pagoda.kernels._casts_fused import from_fp8, wide
+from pagoda.kernels._casts_fused import from_fp8, is_spelled, narrow, readable, wide
+from pagoda.kernels._launch import Launch
 
-__all__ = ["Constants"]
+__all__ = ["Arguments", "Parts", "decode", "extend", "merge"]
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(-1e38)  # below every logit, and finite: −inf − −inf would be NaN
 
 
 @dataclass(frozen=True)
@@ -34,37 +40,47 @@ class Constants:
     keys: int  # keys in a tile
     kv_heads: int
     group: int  # query heads per KV head
-    k_dim: int  # elements of a key
-    k_first: int  # elements in its first part, a power of two
-    k_rest: int  # elements in its second part, padded to a power of two; 0 if there is none
+    k_dim: int  # elements of a key; in fp8 pools an element is a pair of numbers
+    k_first: int  # elements of its first piece, a power of two
+    k_rest: int  # elements of its second piece, padded to a power of two; 0 if there is none
     v_dim: int
     v_first: int
     v_rest: int
     v_stride: int  # elements from one value to the next
     page: int  # tokens
-    fp8: int  # mantissa bits of an fp8 pool, whose elements are pairs of numbers; 0 for other pools
-    is_latent: bool  # values are the first parts of keys
-    is_scaled: bool  # queries are cast to a narrower range
+    fp8: int  # mantissa bits of an fp8 pool; 0 for other pools
+    is_latent: bool  # a value is the first piece of its key
+    is_scaled: bool  # queries are cast to a type with a smaller range
     has_window: bool
     has_sinks: bool
     has_softcap: bool
-    is_spelled: bool  # casts are spelled out in integers
-    queries: int  # the most queries of a row in the work list
-    v_numbers: int  # numbers of a value
-    v_width: int  # the same, padded to a power of two
+    is_spelled: bool  # casts from fp8 are spelled out in integers
+    has_bits: bool  # bfloat16 is read and written as its bits
+    q_token: int  # strides
+    q_head: int
+    out_token: int
+    out_head: int
+
+    @property
+    def step(self) -> int:
+        """Numbers per element."""
+        return 2 if self.fp8 else 1
+
+
+# ── reading and writing vectors ─────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
-def _where(
+def _take(
     base, at, is_in, FIRST: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, IS_MASKED: tl.constexpr
-):
-    """Load elements FIRST, … of the vectors that begin at some offsets: [n, WIDTH]."""
+):  # fmt: skip
+    """Load elements FIRST, … of the vectors at some offsets: [n, WIDTH]. What does not exist is 0."""
     d = FIRST + tl.arange(0, WIDTH)
     where = base + at[:, None] + d[None, :]
     if FIRST + WIDTH > DIM:
         if IS_MASKED:
             return tl.load(where, mask=is_in[:, None] & (d < DIM)[None, :], other=0)
-        else:  # noqa: RET505 (Triton compiles what follows a return)
+        else:
             return tl.load(where, mask=(d < DIM)[None, :], other=0)
     elif IS_MASKED:
         return tl.load(where, mask=is_in[:, None], other=0)
@@ -73,17 +89,40 @@ def _where(
 
 
 @triton.jit
-def _numbers(pairs, kind: tl.constexpr, C: tl.constexpr):
+def _put(base, at, x1, x2, is_row, C: tl.constexpr):
+    """Store vectors of v_dim elements in two pieces at some offsets, as numbers."""
+    STEP: tl.constexpr = C.step
+    SECOND: tl.constexpr = 1 if C.fp8 else C.v_first
+    d = tl.arange(0, C.v_first) * STEP
+    kind: tl.constexpr = base.dtype.element_ty
+    is_there = is_row[:, None] & (d < C.v_dim * STEP)[None, :]
+    tl.store(base + at[:, None] + d[None, :], narrow(x1, kind, C.has_bits), mask=is_there)
+    if C.v_rest:
+        d = tl.arange(0, C.v_rest) * STEP + SECOND
+        is_there = is_row[:, None] & (d < C.v_dim * STEP)[None, :]
+        tl.store(base + at[:, None] + d[None, :], narrow(x2, kind, C.has_bits), mask=is_there)
+
+
+@triton.jit
+def _cast(x, KIND: tl.constexpr, C: tl.constexpr):
+    """Cast numbers to the type in which tiles are multiplied."""
+    if C.has_bits:
+        return wide(x, True).to(KIND)
+    else:
+        return x.to(KIND)
+
+
+@triton.jit
+def _unpacked(pairs, KIND: tl.constexpr, C: tl.constexpr):
     """Return the low and the high fp8 numbers of uint16."""
     if C.is_spelled:
         if C.fp8 == 3:
             low = from_fp8((pairs & 0xFF).to(tl.uint8), True)
             high = from_fp8((pairs >> 8).to(tl.uint8), True)
         else:  # e5m2 is the upper half of float16
-            low = (pairs << 8).to(tl.float16, bitcast=True).to(tl.float32)
-            high = (pairs & 0xFF00).to(tl.float16, bitcast=True).to(tl.float32)
-        return low.to(kind), high.to(kind)
-    else:  # noqa: RET505
+            low = (pairs << 8).to(tl.float16, bitcast=True)
+            high = (pairs & 0xFF00).to(tl.float16, bitcast=True)
+    else:
         if C.fp8 == 3:
             both = tl.inline_asm_elementwise(
                 "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", [pairs], dtype=tl.uint32, is_pure=True, pack=1
@@ -94,22 +133,13 @@ def _numbers(pairs, kind: tl.constexpr, C: tl.constexpr):
             )
         low = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
         high = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-        return low.to(kind), high.to(kind)
+    return low.to(KIND), high.to(KIND)
 
 
 @triton.jit
-def _narrowed(x, kind: tl.constexpr, C: tl.constexpr):
-    """Cast numbers of a pool to what is multiplied: bfloat16 comes as its bits where casts are spelled out."""
-    if C.is_spelled:
-        return wide(x, True).to(kind)
-    else:  # noqa: RET505
-        return x.to(kind)
-
-
-@triton.jit
-def _queries(q, first, query, which, is_row, q_token, q_head, kind: tl.constexpr, C: tl.constexpr):
-    """Load the queries of a tile in two parts, and the factor that each was divided by."""
-    at = (first + query).to(tl.int64) * q_token + which * q_head
+def _queries(q, first, query, which, is_row, KIND: tl.constexpr, C: tl.constexpr):
+    """Load the queries of a tile in two pieces, and the power of two by which each was divided."""
+    at = (first + query).to(tl.int64) * C.q_token + which * C.q_head
     if C.fp8:
         d = tl.arange(0, C.k_first) * 2
         where = q + at[:, None] + d[None, :]
@@ -117,22 +147,24 @@ def _queries(q, first, query, which, is_row, q_token, q_head, kind: tl.constexpr
         q1 = tl.load(where, mask=is_there, other=0)
         q2 = tl.load(where + 1, mask=is_there, other=0)
     else:
-        q1 = _where(q, at, is_row, 0, C.k_dim, C.k_first, True)
+        q1 = _take(q, at, is_row, 0, C.k_dim, C.k_first, True)
         q2 = q1
         if C.k_rest:
-            q2 = _where(q, at, is_row, C.k_first, C.k_dim, C.k_rest, True)
+            q2 = _take(q, at, is_row, C.k_first, C.k_dim, C.k_rest, True)
     power = tl.full([C.rows], 1.0, tl.float32)
     if C.is_scaled:
-        # The power of two at or below the largest number, so that the narrower type can hold all of them.
-        q1, q2 = wide(q1, C.is_spelled), wide(q2, C.is_spelled)
+        # At or below the largest number, so that all quotients are in the range of the type.
+        q1, q2 = q1.to(tl.float32), q2.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(q1), 1), tl.max(tl.abs(q2), 1))
         power = (largest.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         power = tl.maximum(power, 1e-30)
-        q1 = q1 / power[:, None]
-        q2 = q2 / power[:, None]
-        return q1.to(kind), q2.to(kind), power
-    else:  # noqa: RET505
-        return _narrowed(q1, kind, C), _narrowed(q2, kind, C), power
+        q1, q2 = q1 / power[:, None], q2 / power[:, None]
+        return q1.to(KIND), q2.to(KIND), power
+    else:
+        return _cast(q1, KIND, C), _cast(q2, KIND, C), power
+
+
+# ── attention of one tile ───────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
@@ -145,30 +177,35 @@ def _capped(x, softcap):
 
 @triton.jit
 def _block(
-    q1, q2, m, l, acc1, acc2, start, end, at_row, table, k, v, factor, softcap, window,
+    q1, q2, top, total, acc1, acc2, start, end, at_row, table, k, v, factor, softcap, window,
     IS_MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Attend to keys start, …, start + C.keys − 1, or those before `end`."""
+    """Attend to the keys start, …, start + C.keys − 1; if IS_MASKED, to those before `end` that a row reads.
+
+    top, total, acc1, acc2: [rows] and [rows, …], the largest logit so far, and the sums of weights and of
+    weighted values relative to it.
+    """
+    KIND: tl.constexpr = q1.dtype
     at = start + tl.arange(0, C.keys)
     is_in = at < end
-    if IS_MASKED:
+    if IS_MASKED:  # noqa: SIM108
         page = tl.load(table + at // C.page, mask=is_in, other=0)
     else:
         page = tl.load(table + at // C.page)
     slot = (page * C.page + at % C.page).to(tl.int64)
     from_k = slot * (C.kv_heads * C.k_dim)
     from_v = slot * (C.kv_heads * C.v_stride)
-    k1 = _where(k, from_k, is_in, 0, C.k_dim, C.k_first, IS_MASKED)
+    k1 = _take(k, from_k, is_in, 0, C.k_dim, C.k_first, IS_MASKED)
     if C.fp8:
-        k1, k2 = _numbers(k1, q1.dtype, C)
+        k1, k2 = _unpacked(k1, KIND, C)
         x = tl.dot(q1, tl.trans(k1), input_precision="ieee")
         x = tl.dot(q2, tl.trans(k2), x, input_precision="ieee")
     else:
-        k1 = _narrowed(k1, q1.dtype, C)
+        k1 = _cast(k1, KIND, C)
         x = tl.dot(q1, tl.trans(k1), input_precision="ieee")
         if C.k_rest:
-            k2 = _where(k, from_k, is_in, C.k_first, C.k_dim, C.k_rest, IS_MASKED)
-            x = tl.dot(q2, tl.trans(_narrowed(k2, q1.dtype, C)), x, input_precision="ieee")
+            k2 = _take(k, from_k, is_in, C.k_first, C.k_dim, C.k_rest, IS_MASKED)
+            x = tl.dot(q2, tl.trans(_cast(k2, KIND, C)), x, input_precision="ieee")
     if C.has_softcap:
         x = _capped(x * factor[:, None], softcap) * _LOG2E
     elif IS_MASKED:
@@ -179,178 +216,122 @@ def _block(
             is_read = is_read & (at[None, :] > at_row[:, None] - window)
         x = tl.where(is_read, x, float("-inf"))
     if IS_MASKED or C.has_softcap:
-        new = tl.maximum(m, tl.max(x, 1))
+        new = tl.maximum(top, tl.max(x, 1))
         p = tl.exp2(x - new[:, None])
     else:  # one multiply-add per logit
-        new = tl.maximum(m, tl.max(x, 1) * factor)
+        new = tl.maximum(top, tl.max(x, 1) * factor)
         p = tl.exp2(x * factor[:, None] - new[:, None])
-    alpha = tl.exp2(m - new)
-    l = l * alpha + tl.sum(p, 1)
-    p = p.to(q1.dtype)
+    alpha = tl.exp2(top - new)
+    total = total * alpha + tl.sum(p, 1)
+    p = p.to(KIND)
     acc1 = acc1 * alpha[:, None]
     if C.v_rest:
         acc2 = acc2 * alpha[:, None]
     if C.is_latent:
         acc1 = tl.dot(p, k1, acc1, input_precision="ieee")
     else:
-        v1 = _where(v, from_v, is_in, 0, C.v_dim, C.v_first, IS_MASKED)
+        v1 = _take(v, from_v, is_in, 0, C.v_dim, C.v_first, IS_MASKED)
         if C.fp8:
-            v1, v2 = _numbers(v1, q1.dtype, C)
+            v1, v2 = _unpacked(v1, KIND, C)
             acc1 = tl.dot(p, v1, acc1, input_precision="ieee")
             acc2 = tl.dot(p, v2, acc2, input_precision="ieee")
         else:
-            acc1 = tl.dot(p, _narrowed(v1, q1.dtype, C), acc1, input_precision="ieee")
+            acc1 = tl.dot(p, _cast(v1, KIND, C), acc1, input_precision="ieee")
             if C.v_rest:
-                v2 = _where(v, from_v, is_in, C.v_first, C.v_dim, C.v_rest, IS_MASKED)
-                acc2 = tl.dot(p, _narrowed(v2, q1.dtype, C), acc2, input_precision="ieee")
-    return new, l, acc1, acc2
+                v2 = _take(v, from_v, is_in, C.v_first, C.v_dim, C.v_rest, IS_MASKED)
+                acc2 = tl.dot(p, _cast(v2, KIND, C), acc2, input_precision="ieee")
+    return new, total, acc1, acc2
 
 
 @triton.jit
-def _spread(base, at, C: tl.constexpr):
-    """Where the two parts of vectors of v_dim numbers begin and what of them exists."""
-    STEP: tl.constexpr = 2 if C.fp8 else 1
-    d1 = tl.arange(0, C.v_first) * STEP
-    d2 = (tl.arange(0, C.v_rest) * STEP + (1 if C.fp8 else C.v_first)) if C.v_rest else d1
-    return (
-        base + at[:, None] + d1[None, :],
-        base + at[:, None] + d2[None, :],
-        d1 < C.v_dim * STEP,
-        d2 < C.v_dim * STEP,
-    )
-
-
-@triton.jit
-def _put(base, at, acc1, acc2, is_row, C: tl.constexpr):
-    """Store vectors of v_dim numbers at some offsets."""
-    to1, to2, is1, is2 = _spread(base, at, C)
-    tl.store(to1, _stored(acc1, base.dtype.element_ty, C), mask=is_row[:, None] & is1[None, :])
-    if C.v_rest:
-        tl.store(to2, _stored(acc2, base.dtype.element_ty, C), mask=is_row[:, None] & is2[None, :])
-
-
-@triton.jit
-def _stored(x, kind: tl.constexpr, C: tl.constexpr):
-    return x.to(kind)
+def _with_sink(sinks, which, is_row, top, total):
+    """Return the sum of weights with the learnt logit of each head, and what the other weights are scaled by."""
+    sink = tl.load(sinks + which, mask=is_row, other=0.0).to(tl.float32) * _LOG2E
+    new = tl.maximum(top, sink)
+    return total * tl.exp2(top - new) + tl.exp2(sink - new), tl.exp2(top - new)
 
 
 @triton.jit
 def _finish(
-    m, l, acc1, acc2, part, first, query, which, is_row, out, parts, lses, sinks, out_token, out_head, v_scale,
+    top, total, acc1, acc2, part, first, query, which, is_row, out, parts, lses, sinks, v_scale,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs of a tile, or, if its keys are a part of all, a partial result and its log-sum-exp."""
+    """Write the outputs of a tile, or a partial result and its log-sum-exp."""
     if part < 0:
-        scaled = v_scale
         if C.has_sinks:
-            sink = tl.load(sinks + which, mask=is_row, other=0.0).to(tl.float32) * _LOG2E
-            new = tl.maximum(m, sink)
-            l = l * tl.exp2(m - new) + tl.exp2(sink - new)
-            scaled = v_scale * tl.exp2(m - new)
-        inverse = tl.where(l > 0, scaled / l, 0.0)
-        to = (first + query).to(tl.int64) * out_token + which * out_head
+            total, kept = _with_sink(sinks, which, is_row, top, total)
+            inverse = tl.where(total > 0, v_scale * kept / total, 0.0)
+        else:
+            inverse = tl.where(total > 0, v_scale / total, 0.0)
+        to = (first + query).to(tl.int64) * C.out_token + which * C.out_head
         _put(out, to, acc1 * inverse[:, None], acc2 * inverse[:, None], is_row, C)
     else:
-        inverse = tl.where(l > 0, 1.0 / l, 0.0)
+        inverse = tl.where(total > 0, 1.0 / total, 0.0)
         at = (part + query).to(tl.int64) * (C.kv_heads * C.group) + which
-        _put(parts, at * C.v_numbers, acc1 * inverse[:, None], acc2 * inverse[:, None], is_row, C)
-        tl.store(lses + at, tl.where(l > 0, m + tl.log2(l), float("-inf")), mask=is_row)
+        _put(parts, at * (C.v_dim * C.step), acc1 * inverse[:, None], acc2 * inverse[:, None], is_row, C)
+        tl.store(lses + at, tl.where(total > 0, top + tl.log2(total), float("-inf")), mask=is_row)
 
 
-@triton.jit
-def _merge(
-    parts, lses, out, splits, starts, indices, num_tokens, sinks, out_token, out_head, v_scale,
-    BLOCK: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Merge the parts of one token and head, in their order; zero the output of padding."""
-    token, which = tl.program_id(0), tl.program_id(1)
-    row = tl.load(indices + token, mask=token < num_tokens, other=-1)
-    d = tl.arange(0, C.v_width)
-    to = out + token.to(tl.int64) * out_token + which * out_head + d
-    if row < 0:
-        tl.store(to, tl.full([C.v_width], 0.0, out.dtype.element_ty), mask=d < C.v_numbers)
-    else:
-        num_parts, first_part = tl.load(splits + row * 2), tl.load(splits + row * 2 + 1)
-        first, after = tl.load(starts + row), tl.load(starts + row + 1)
-        if num_parts > 1:
-            m = tl.full([], -1e38, tl.float32)
-            l = tl.full([], 0.0, tl.float32)
-            acc = tl.full([C.v_width], 0.0, tl.float32)
-            for start in range(0, num_parts, BLOCK):
-                p = start + tl.arange(0, BLOCK)
-                is_part = p < num_parts
-                at = (first_part + p * (after - first) + token - first).to(tl.int64) * (
-                    C.kv_heads * C.group
-                ) + which
-                lse = tl.load(lses + at, mask=is_part, other=float("-inf"))
-                x = tl.load(
-                    parts + at[:, None] * C.v_numbers + d[None, :],
-                    mask=is_part[:, None] & (d < C.v_numbers)[None, :],
-                    other=0.0,
-                )
-                new = tl.maximum(m, tl.max(lse, 0))
-                weight, alpha = tl.exp2(lse - new), tl.exp2(m - new)
-                l = l * alpha + tl.sum(weight, 0)
-                acc = acc * alpha + tl.sum(x * weight[:, None], 0)
-                m = new
-            scaled = v_scale
-            if C.has_sinks:
-                sink = tl.load(sinks + which).to(tl.float32) * _LOG2E
-                new = tl.maximum(m, sink)
-                l = l * tl.exp2(m - new) + tl.exp2(sink - new)
-                scaled = v_scale * tl.exp2(m - new)
-            inverse = tl.where(l > 0, scaled / l, 0.0)
-            tl.store(to, (acc * inverse).to(out.dtype.element_ty), mask=d < C.v_numbers)
+# ── kernels ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "window", "num_rows", "num_queries"])
 def _decode(
-    q, k, v, out, parts, lses, sinks, table, width, runs, tasks,
-    q_token, q_head, out_token, out_head, scale, softcap, window, v_scale, KIND: tl.constexpr, C: tl.constexpr,
+    q, k, v, out, parts, lses, sinks, table, width, runs, tasks, starts, num_rows, num_queries, scale, softcap,
+    window, v_scale, KIND: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    head, block = tl.program_id(0), tl.program_id(1)
+    head, block, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     k += head * C.k_dim
     v += head * C.v_stride
-    number, stop = tl.load(runs + tl.program_id(2)), tl.load(runs + tl.program_id(2) + 1)
-    task = tasks + number * 8
+    task = tasks + tl.load(runs + program) * 8
+    num_tasks = tl.load(runs + program + 1) - tl.load(runs + program)
     begin, end, row, part = tl.load(task), tl.load(task + 1), tl.load(task + 2), tl.load(task + 3)
     first, count, length = tl.load(task + 4), tl.load(task + 5), tl.load(task + 6)
-    for this in range(number, stop):
-        # What the next segment is, is loaded while this one is computed.
+    for _ in range(num_tasks):
+        # The next task is loaded while this one is computed; there is always one more in the buffer.
         task += 8
-        begin_, end_, row_, part_ = tl.load(task), tl.load(task + 1), tl.load(task + 2), tl.load(task + 3)
-        first_, count_, length_ = tl.load(task + 4), tl.load(task + 5), tl.load(task + 6)
+        next_begin, next_end, next_row = tl.load(task), tl.load(task + 1), tl.load(task + 2)
+        next_part, next_first = tl.load(task + 3), tl.load(task + 4)
+        next_count, next_length = tl.load(task + 5), tl.load(task + 6)
         if block * C.rows < count * C.group:
             pair = block * C.rows + tl.arange(0, C.rows)
             query, which = pair // C.group, head * C.group + pair % C.group
             is_row = query < count
             at_row = tl.where(is_row, length - count + query, -1)
-            q1, q2, power = _queries(q, first, query, which, is_row, q_token, q_head, KIND, C)
+            q1, q2, power = _queries(q, first, query, which, is_row, KIND, C)
             factor = power * scale
-            m = tl.full([C.rows], -1e38, tl.float32)
-            l = tl.full([C.rows], 0.0, tl.float32)
+            top = tl.full([C.rows], _LOWEST, tl.float32)
+            total = tl.full([C.rows], 0.0, tl.float32)
             acc1 = tl.full([C.rows, C.v_first], 0.0, tl.float32)
             acc2 = tl.full([C.rows, C.v_rest if C.v_rest else 16], 0.0, tl.float32)
             own = table + row.to(tl.int64) * width
-            # From 0: as a lower bound, Triton 3.6 would take the `begin` of the first segment for all.
+            # From 0: Triton 3.6 takes a lower bound that the outer loop changes for a constant.
             for start in range(0, end - begin, C.keys):
-                m, l, acc1, acc2 = _block(
-                    q1, q2, m, l, acc1, acc2, begin + start, end, at_row, own, k, v, factor, softcap,
+                top, total, acc1, acc2 = _block(
+                    q1, q2, top, total, acc1, acc2, begin + start, end, at_row, own, k, v, factor, softcap,
                     window, True, C,
                 )  # fmt: skip
             _finish(
-                m, l, acc1, acc2, part, first, query, which, is_row, out, parts, lses, sinks, out_token, out_head,
-                v_scale, C,
-            )  # fmt: skip
-        begin, end, row, part, first, count, length = begin_, end_, row_, part_, first_, count_, length_
+                top, total, acc1, acc2, part, first, query, which, is_row, out, parts, lses, sinks, v_scale, C
+            )
+        begin, end, row, part = next_begin, next_end, next_row, next_part
+        first, count, length = next_first, next_count, next_length
+    if block == 0:  # padding gets 0
+        pair = tl.arange(0, C.rows)
+        none = tl.full([C.rows, C.v_first], 0.0, tl.float32)
+        other = tl.full([C.rows, C.v_rest if C.v_rest else 16], 0.0, tl.float32)
+        for token in range(tl.load(starts + num_rows) + program, num_queries, tl.num_programs(2)):
+            for of in range(0, C.group, C.rows):
+                to = token.to(tl.int64) * C.out_token + (head * C.group + of + pair) * C.out_head
+                _put(out, to, none, other, of + pair < C.group, C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "window", "num_rows"])
 def _extend(
-    q, k, v, out, parts, lses, sinks, table, width, lengths, starts, num_rows, splits,
-    q_token, q_head, out_token, out_head, scale, softcap, window, v_scale, KIND: tl.constexpr, C: tl.constexpr,
+    q, k, v, out, parts, lses, sinks, table, width, lengths, starts, num_rows, splits, scale, softcap, window,
+    v_scale, SKIPPED: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    # Tiles of row r begin at number starts[r] * group // rows + r; the last ones, which read most, come first.
+    # Tiles of row r begin at number starts[r] * group // rows + r. The last ones, which read most, come first.
     head, piece = tl.program_id(0), tl.program_id(2)
     k += head * C.k_dim
     v += head * C.v_stride
@@ -367,20 +348,20 @@ def _extend(
     count = tl.load(starts + row + 1) - first
     tile = number - (first * C.group // C.rows + row)
     num_parts, first_part = tl.load(splits + row * 2), tl.load(splits + row * 2 + 1)
-    if (tile * C.rows < count * C.group) & (count > C.queries) & (piece < num_parts):
+    if (tile * C.rows < count * C.group) & (count > SKIPPED) & (piece < num_parts):
         length = tl.load(lengths + row)
         pair = tile * C.rows + tl.arange(0, C.rows)
         query, which = pair // C.group, head * C.group + pair % C.group
         is_row = query < count
         at_row = tl.where(is_row, length - count + query, -1)
-        q1, q2, power = _queries(q, first, query, which, is_row, q_token, q_head, KIND, C)
+        q1, q2, power = _queries(q, first, query, which, is_row, KIND, C)
         factor = power * scale
-        m = tl.full([C.rows], -1e38, tl.float32)
-        l = tl.full([C.rows], 0.0, tl.float32)
+        top = tl.full([C.rows], _LOWEST, tl.float32)
+        total = tl.full([C.rows], 0.0, tl.float32)
         acc1 = tl.full([C.rows, C.v_first], 0.0, tl.float32)
         acc2 = tl.full([C.rows, C.v_rest if C.v_rest else 16], 0.0, tl.float32)
-        own = table + row.to(tl.int64) * width
-        # The first and the last position of the tile, and the keys that its queries read: [low, high).
+        own = table + row * width.to(tl.int64)
+        # The first and the last position of the tile; its queries read [low, high), this program a part of it.
         lowest = length - count + tile * C.rows // C.group
         highest = tl.minimum(length - count + (tile * C.rows + C.rows - 1) // C.group, length - 1)
         low = 0
@@ -390,30 +371,331 @@ def _extend(
         per_part = tl.cdiv(tl.cdiv(high - low, C.keys), num_parts) * C.keys
         low += piece * per_part
         high = tl.minimum(high, low + per_part)
-        # All queries read the keys in [inner, outer).
+        # Every query reads all keys in [inner, outer).
         inner = low
         if C.has_window:
-            inner = tl.minimum(
-                tl.maximum(low, tl.cdiv(tl.maximum(highest - window + 1, 0), C.keys) * C.keys), high
-            )
+            whole = tl.cdiv(tl.maximum(highest - window + 1, 0), C.keys) * C.keys
+            inner = tl.minimum(tl.maximum(low, whole), high)
             for start in range(low, inner, C.keys):
-                m, l, acc1, acc2 = _block(
-                    q1, q2, m, l, acc1, acc2, start, length, at_row, own, k, v, factor, softcap,
-                    window, True, C,
+                top, total, acc1, acc2 = _block(
+                    q1, q2, top, total, acc1, acc2, start, length, at_row, own, k, v, factor, softcap, window,
+                    True, C,
                 )  # fmt: skip
         outer = tl.maximum(tl.minimum((lowest + 1) // C.keys * C.keys, high // C.keys * C.keys), inner)
         for start in range(inner, outer, C.keys):
-            m, l, acc1, acc2 = _block(
-                q1, q2, m, l, acc1, acc2, start, length, at_row, own, k, v, factor, softcap,
-                window, False, C,
+            top, total, acc1, acc2 = _block(
+                q1, q2, top, total, acc1, acc2, start, length, at_row, own, k, v, factor, softcap, window, False,
+                C,
             )  # fmt: skip
         for start in range(outer, high, C.keys):
-            m, l, acc1, acc2 = _block(
-                q1, q2, m, l, acc1, acc2, start, length, at_row, own, k, v, factor, softcap,
-                window, True, C,
+            top, total, acc1, acc2 = _block(
+                q1, q2, top, total, acc1, acc2, start, length, at_row, own, k, v, factor, softcap, window, True,
+                C,
             )  # fmt: skip
         part = tl.where(num_parts > 1, first_part + piece * count, -1)
         _finish(
-            m, l, acc1, acc2, part, first, query, which, is_row, out, parts, lses, sinks, out_token, out_head,
-            v_scale, C,
+            top, total, acc1, acc2, part, first, query, which, is_row, out, parts, lses, sinks, v_scale, C
+        )
+
+
+@triton.jit
+def _merge_one(
+    token, part, count, num_parts, parts, lses, out, sinks, v_scale, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of a token and a head, which are at part, part + count, …, in this order."""
+    DIM: tl.constexpr = C.v_dim * C.step
+    which = tl.program_id(1)
+    d = tl.arange(0, WIDTH)
+    top = tl.full([1], _LOWEST, tl.float32)
+    total = tl.full([1], 0.0, tl.float32)
+    acc = tl.full([WIDTH], 0.0, tl.float32)
+    for start in range(0, num_parts, BLOCK):
+        p = start + tl.arange(0, BLOCK)
+        is_part = p < num_parts
+        at = (part + p * count).to(tl.int64) * (C.kv_heads * C.group) + which
+        lse = tl.load(lses + at, mask=is_part, other=float("-inf"))
+        is_there = is_part[:, None] & (d < DIM)[None, :]
+        x = tl.load(parts + at[:, None] * DIM + d[None, :], mask=is_there, other=0.0)
+        new = tl.maximum(top, tl.max(lse, 0))
+        weight, alpha = tl.exp2(lse - new), tl.exp2(top - new)
+        total = total * alpha + tl.sum(weight, 0)
+        acc = acc * alpha + tl.sum(x * weight[:, None], 0)
+        top = new
+    if C.has_sinks:
+        which_ = which + tl.arange(0, 1)
+        total, kept = _with_sink(sinks, which_, which_ >= 0, top, total)
+        inverse = tl.where(total > 0, v_scale * kept / total, 0.0)
+    else:
+        inverse = tl.where(total > 0, v_scale / total, 0.0)
+    to = out + token.to(tl.int64) * C.out_token + which * C.out_head + d
+    tl.store(to, narrow(acc * inverse, out.dtype.element_ty, C.has_bits), mask=d < DIM)
+
+
+@triton.jit(do_not_specialize=[])
+def _merge_runs(
+    parts, lses, out, sinks, runs, tasks, v_scale, BLOCK: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr
+):
+    # A row that is split begins at the end of a run.
+    after = tl.load(runs + tl.program_id(0) + 1)
+    if after > tl.load(runs + tl.program_id(0)):
+        task = tasks + (after - 1) * 8
+        part, first = tl.load(task + 3), tl.load(task + 4)
+        count, num_parts = tl.load(task + 5), tl.load(task + 7)
+        if num_parts > 1:
+            for query in range(count):
+                _merge_one(
+                    first + query, part + query, count, num_parts, parts, lses, out, sinks, v_scale, BLOCK, WIDTH,
+                    C,
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[])
+def _merge_tokens(
+    parts, lses, out, sinks, splits, starts, indices, v_scale, SKIPPED: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    row = tl.load(indices + token)
+    if row >= 0:
+        num_parts, part = tl.load(splits + row * 2), tl.load(splits + row * 2 + 1)
+        first = tl.load(starts + row)
+        count = tl.load(starts + row + 1) - first
+        if (num_parts > 1) & (count > SKIPPED):
+            _merge_one(
+                token,
+                part + token - first,
+                count,
+                num_parts,
+                parts,
+                lses,
+                out,
+                sinks,
+                v_scale,
+                BLOCK,
+                WIDTH,
+                C,
+            )
+
+
+# ── launches ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Arguments(NamedTuple):
+    """A call of attention in plain tensors."""
+
+    queries: torch.Tensor  # [tokens, heads, k_dim]; the last dimension is dense
+    out: torch.Tensor  # [tokens, heads, v_dim]; the last dimension is dense
+    keys: torch.Tensor  # [num_slots, kv_heads, k_dim] contiguous
+    values: torch.Tensor | None  # [num_slots, kv_heads, v_dim] contiguous; None: the first v_dim of each key
+    k_scale: float
+    v_scale: float
+    scale: float
+    softcap: float  # 0: none
+    sinks: torch.Tensor | None  # [heads]
+    window: int  # tokens that a query reads, its own included; 0: all
+    page: int  # tokens per page of `table`
+    table: torch.Tensor  # [rows, width] int32
+    lengths: torch.Tensor  # [rows] int32
+    starts: torch.Tensor  # [rows + 1] int32
+    indices: torch.Tensor  # [tokens] int32: the row of each token, −1 for padding
+    runs: torch.Tensor  # [programs + 1] int32
+    tasks: torch.Tensor  # [rows + programs, 8] int32
+    splits: torch.Tensor  # [rows, 2] int32
+
+    @property
+    def num_rows(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.queries.shape[1] // self.keys.shape[1]
+
+
+class Parts(NamedTuple):
+    """Memory for partial results."""
+
+    results: torch.Tensor  # [parts, heads, v_dim] float32
+    lses: torch.Tensor  # [parts, heads] float32
+
+
+class Tiling(NamedTuple):
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+_MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+_KINDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def _pieces(dim: int, is_fp8: bool) -> tuple[int, int]:
+    """Return the elements in the two pieces of a vector: powers of two of at least 16, or 0."""
+    if is_fp8:  # even and odd numbers
+        return (max(16, triton.next_power_of_2(dim)),) * 2
+    first = 1 << (dim.bit_length() - 1)
+    if first < 16 or first == dim:
+        return max(16, first if first == dim else 2 * first), 0
+    return first, max(16, triton.next_power_of_2(dim - first))
+
+
+@functools.lru_cache(maxsize=1024)
+def _constants(
+    kv_heads: int,
+    group: int,
+    k_dim: int,
+    v_dim: int,
+    is_latent: bool,
+    page: int,
+    dtype: torch.dtype,
+    q_dtype: torch.dtype,
+    flags: tuple[bool, bool, bool],  # window, sinks, softcap
+    strides: tuple[int, int, int, int],
+    is_interpreted: bool,
+    spells: bool,
+) -> tuple[Constants, Any]:
+    """Return what kernels know at compile time, tiles apart, and the type in which they multiply."""
+    fp8 = _MANTISSA.get(dtype, 0)
+    step = 2 if fp8 else 1
+    kind = q_dtype
+    if fp8 and q_dtype != torch.float32:
+        kind = torch.float16  # it holds every fp8 number
+    elif q_dtype != dtype:
+        kind = torch.float32
+    if is_interpreted:
+        kind = torch.float32
+    k_first, k_rest = _pieces(k_dim // step, bool(fp8))
+    v_first, v_rest = _pieces(v_dim // step, bool(fp8))
+    constants = Constants(
+        0, 0, kv_heads, group, k_dim // step, k_first, k_rest, v_dim // step, v_first, v_rest,
+        (k_dim if is_latent else v_dim) // step, page, fp8,
+        # A value in pieces that are not those of its key is read apart.
+        is_latent and not fp8 and v_first == k_first and not v_rest and v_dim == v_first,
+        kind == torch.float16 and q_dtype == torch.bfloat16, *flags, spells, is_interpreted, *strides,
+    )  # fmt: skip
+    return constants, _KINDS[kind]
+
+
+def _known(call: Arguments) -> tuple[Constants, Any]:
+    queries, out = call.queries, call.out
+    is_interpreted = queries.device.type != "cuda"
+    return _constants(
+        call.keys.shape[1],
+        call.group,
+        queries.shape[2],
+        out.shape[2],
+        call.values is None,
+        call.page,
+        call.keys.dtype,
+        queries.dtype,
+        (call.window > 0, call.sinks is not None, call.softcap > 0),
+        (queries.stride(0), queries.stride(1), out.stride(0), out.stride(1)),
+        is_interpreted,
+        is_spelled(queries.device),
+    )
+
+
+def _tensors(call: Arguments, parts: Parts | None, C: Constants) -> tuple[torch.Tensor, ...]:
+    """Return the first arguments of kernels."""
+    keys, values = call.keys, call.keys if call.values is None else call.values
+    if C.fp8:
+        keys, values = keys.view(torch.uint16), values.view(torch.uint16)
+    results, lses = parts or (call.out, call.out)  # not read
+    return (
+        readable(call.queries, C.has_bits), readable(keys, C.has_bits), readable(values, C.has_bits),
+        readable(call.out, C.has_bits), results, lses, call.lengths if call.sinks is None else call.sinks,
+        call.table,
+    )  # fmt: skip
+
+
+def _scales(call: Arguments) -> tuple[float, float, int, float]:
+    scale = call.scale * call.k_scale
+    if not call.softcap:
+        scale *= _LOG2E.value
+    return scale, call.softcap, call.window, call.v_scale
+
+
+@functools.cache
+def _launcher(kernel: Any, num_warps: int, num_stages: int) -> Launch:
+    return Launch(kernel, num_warps=num_warps, num_stages=num_stages)
+
+
+def _run(
+    kernel: Any, tiling: Tiling, grid: tuple[int, int, int], args: tuple[Any, ...], *constants: Any
+) -> None:
+    """Launch a kernel without looking its variant up again, unless a tensor is not aligned."""
+    aligned = all(arg.data_ptr() % 16 == 0 for arg in args if isinstance(arg, torch.Tensor))
+    if aligned:
+        _launcher(kernel, tiling.num_warps, tiling.num_stages)(grid, *args, constants=constants)
+    else:
+        options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+        kernel[grid](*args, *constants, **options)
+
+
+def _bytes(C: Constants, dtype: torch.dtype) -> int:
+    """Return the bytes of the larger of a key and a value in shared memory."""
+    return (
+        max(C.k_first + C.k_rest * (not C.fp8), C.v_first + C.v_rest * (not C.fp8)) * dtype.itemsize * C.step
+    )
+
+
+def _decode_tiling(C: Constants, dtype: torch.dtype) -> Tiling:
+    """Tiles of 8 KiB of keys, of which four programs of two warps fit a multiprocessor."""
+    rows = min(64, max(16, triton.next_power_of_2(C.group)))
+    size = _bytes(C, dtype)
+    if rows > 16:
+        return Tiling(rows, 64 if size <= 256 else 32 if size <= 512 else 16, 8 if size > 512 else 4, 3)
+    return Tiling(rows, min(128, max(16, 8192 // triton.next_power_of_2(size))), 2, 5)
+
+
+def _extend_tiling(C: Constants, dtype: torch.dtype) -> Tiling:
+    size = _bytes(C, dtype)
+    if size <= 256:
+        return Tiling(128, 64, 4, 4)
+    return Tiling(64, 32 if size <= 512 else 16, 4 if size <= 512 else 8, 3)
+
+
+def decode(call: Arguments, parts: Parts | None, max_queries: int) -> None:
+    """Compute the rows of the work list, which have at most `max_queries` queries, and zero the padding."""
+    C, kind = _known(call)
+    tiling = _decode_tiling(C, call.keys.dtype)
+    C = replace(C, rows=tiling.rows, keys=tiling.keys)
+    grid = (C.kv_heads, triton.cdiv(max_queries * C.group, C.rows), call.runs.shape[0] - 1)
+    args = (
+        *_tensors(call, parts, C), call.table.stride(0), call.runs, call.tasks, call.starts, call.num_rows,
+        call.queries.shape[0], *_scales(call),
+    )  # fmt: skip
+    _run(_decode, tiling, grid, args, kind, C)
+
+
+def extend(call: Arguments, parts: Parts | None, skipped: int, num_parts: int) -> None:
+    """Compute the rows with more than `skipped` queries, whose keys are in at most `num_parts` parts."""
+    C, kind = _known(call)
+    tiling = _extend_tiling(C, call.keys.dtype)
+    C = replace(C, rows=tiling.rows, keys=tiling.keys)
+    grid = (C.kv_heads, call.queries.shape[0] * C.group // C.rows + call.num_rows, num_parts)
+    args = (
+        *_tensors(call, parts, C), call.table.stride(0), call.lengths, call.starts, call.num_rows, call.splits,
+        *_scales(call),
+    )  # fmt: skip
+    _run(_extend, tiling, grid, args, skipped, kind, C)
+
+
+def merge(call: Arguments, parts: Parts, skipped: int, has_extends: bool) -> None:
+    """Merge the parts of the rows of the work list, and, if there are any, of rows with more queries."""
+    C, _ = _known(call)
+    tensors = (parts.results, parts.lses, readable(call.out, C.has_bits))
+    sinks = call.lengths if call.sinks is None else call.sinks
+    heads, width = C.kv_heads * C.group, triton.next_power_of_2(call.out.shape[2])
+    tiling, block = Tiling(1, 1, 4, 1), min(64, 16384 // width)
+    _run(
+        _merge_runs, tiling, (call.runs.shape[0] - 1, heads, 1),
+        (*tensors, sinks, call.runs, call.tasks, call.v_scale), block, width, C,
+    )  # fmt: skip
+    if has_extends:
+        _run(
+            _merge_tokens, tiling, (min(call.queries.shape[0], call.indices.shape[0]), heads, 1),
+            (*tensors, sinks, call.splits, call.starts, call.indices, call.v_scale), skipped, block, width, C,
         )  # fmt: skip
