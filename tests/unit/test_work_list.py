@@ -94,6 +94,7 @@ def test_a_long_row_is_split_and_short_ones_are_not():
     assert work.runs.tolist() == [0, 2, 3, 4, 6]
     assert work.members.tolist() == [[0, -1], [1, 0], [1, 2], [1, 4], [1, 6], [2, -1]]
     assert work.splits.tolist() == [[1, -1], [4, 0], [1, -1]]
+    assert work.runs.tolist() == [0, 2, 3, 4, 6]
     assert (work.num_parts, work.extend_parts, work.target) == (8, 1, 4)
 
 
@@ -178,7 +179,7 @@ def test_groups_of_entries_have_no_list_and_latents_have_one_head():
     manager.admit(range(10))
     delta = manager.plan(1, 10)
     assert [delta.work(g) is None for g in range(3)] == [False, False, True]
-    pools = pools_of(layout)
+    pools = pools_of(layout, workers=264)
     with pytest.raises(ArgumentError):
         pools.batch(delta)
     batch = pools.batch(apply(pools, step_of(pools, [(10, 1)])))
@@ -275,8 +276,18 @@ def swap_segments(words: list[int]) -> None:
     words[a : a + 2], words[b : b + 2] = words[b : b + 2], words[a : a + 2]
 
 
+def run(program: int, value: int) -> Callable[[list[int]], None]:
+    return lambda words: entry(words[5] + 2 * len(ROWS) + program, value)(words)
+
+
 def drop_segment(words: list[int]) -> None:
+    """The last one, but not its member."""
     words[2] -= 1
+    run(TARGET, 10)(words)
+
+
+def drop_segment_and_member(words: list[int]) -> None:
+    drop_segment(words)
     words[4] -= 1
     run(TARGET, words[2])(words)
 

@@ -244,6 +244,12 @@ def _block(
 
 
 @triton.jit
+def _inverse(total):
+    """1 / total, and 0 for nothing."""
+    return tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+
+
+@triton.jit
 def _with_sink(sinks, which, is_row, top, total):
     """Return the sum of weights with the learnt logit of each head, and what the other weights are scaled by."""
     sink = tl.load(sinks + which, mask=is_row, other=0.0).to(tl.float32) * _LOG2E
@@ -260,16 +266,17 @@ def _finish(
     if part < 0:
         if C.has_sinks:
             total, kept = _with_sink(sinks, which, is_row, top, total)
-            inverse = tl.where(total > 0, v_scale * kept / total, 0.0)
+            inverse = v_scale * kept * _inverse(total)
         else:
-            inverse = tl.where(total > 0, v_scale / total, 0.0)
+            inverse = v_scale * _inverse(total)
         to = (first + query).to(tl.int64) * C.out_token + which * C.out_head
         _put(out, to, acc1 * inverse[:, None], acc2 * inverse[:, None], is_row, C)
     else:
-        inverse = tl.where(total > 0, 1.0 / total, 0.0)
+        inverse = _inverse(total)
         at = (part + query).to(tl.int64) * (C.kv_heads * C.group) + which
         _put(parts, at * (C.v_dim * C.step), acc1 * inverse[:, None], acc2 * inverse[:, None], is_row, C)
-        tl.store(lses + at, tl.where(total > 0, top + tl.log2(total), float("-inf")), mask=is_row)
+        lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+        tl.store(lses + at, lse, mask=is_row)
 
 
 # ── kernels ─────────────────────────────────────────────────────────────────────────────────────────
@@ -322,7 +329,7 @@ def _decode(
         other = tl.full([C.rows, C.v_rest if C.v_rest else 16], 0.0, tl.float32)
         for token in range(tl.load(starts + num_rows) + program, num_queries, tl.num_programs(2)):
             for of in range(0, C.group, C.rows):
-                to = token.to(tl.int64) * C.out_token + (head * C.group + of + pair) * C.out_head
+                to = (pair * 0 + token).to(tl.int64) * C.out_token + (head * C.group + of + pair) * C.out_head
                 _put(out, to, none, other, of + pair < C.group, C)
 
 
@@ -425,9 +432,9 @@ def _merge_one(
     if C.has_sinks:
         which_ = which + tl.arange(0, 1)
         total, kept = _with_sink(sinks, which_, which_ >= 0, top, total)
-        inverse = tl.where(total > 0, v_scale * kept / total, 0.0)
+        inverse = v_scale * kept * _inverse(total)
     else:
-        inverse = tl.where(total > 0, v_scale / total, 0.0)
+        inverse = v_scale * _inverse(total)
     to = out + token.to(tl.int64) * C.out_token + which * C.out_head + d
     tl.store(to, narrow(acc * inverse, out.dtype.element_ty, C.has_bits), mask=d < DIM)
 

@@ -9,6 +9,7 @@ every number. Buffers never move, because captured graphs keep their addresses. 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -384,7 +385,7 @@ class GroupBatch(_Views[Array]):
         """[rows] int32: the position of the first token that a row lists."""
         return self._view("begins")
 
-    @property
+    @cached_property
     def work(self) -> Work[Array]:
         """What attention computes. Tasks behind those of the step are 0, and rows of padding have splits
         (0, −1)."""
@@ -432,11 +433,18 @@ class _Rows(_Views[Array]):
         """[tokens] int32: where the row of each token is in `rows`; padding −1. As FlashInfer appends."""
         return self._view("batch_indices")
 
+    @cached_property
+    def _groups(self) -> dict[str, GroupBatch[Array]]:
+        return {
+            name: GroupBatch(self._buffers, self._arrays, self._padded, self._parts, f"{name}.")
+            for name in self._buffers.geometries
+        }
+
     def __getitem__(self, name: str) -> GroupBatch[Array]:
         if name not in self._buffers.geometries:
             names = ", ".join(self._buffers.geometries)
             raise ArgumentError(f"name: there is no group {str(name)[:40]!r}: the groups are {names}")
-        return GroupBatch(self._buffers, self._arrays, self._padded, self._parts, f"{name}.")
+        return self._groups[name]
 
 
 class HostBatch(_Rows[npt.NDArray[Any]]):
