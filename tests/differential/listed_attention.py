@@ -1,7 +1,7 @@
-"""Attention by the work list in plain torch: runs of tasks, parts, and a merge by log-sum-exp, in float64.
+"""Attention by the work list in plain torch: segments, parts, and a merge by log-sum-exp, in float64.
 
 In: a call; out: its outputs. It reads what a kernel reads, and asserts that the list has everything once:
-every query is written by one task or merged from all of its parts, and every part has one writer.
+every query is written by one segment or merged from all of its parts, and every part has one writer.
 """
 
 import itertools
@@ -29,7 +29,7 @@ def attend(call: Call) -> None:
     """Compute a call; padding gives 0."""
     work = call.view.work
     assert work.has_list
-    splits, tasks, lengths = work.splits.tolist(), work.tasks.tolist(), call.batch.lengths.tolist()
+    splits, members = work.splits.tolist(), work.members.tolist()
     starts = call.batch.query_start_loc.tolist()
     counts = [end - begin for begin, end in itertools.pairwise(starts)]
     room: dict[int, Partial] = {}
@@ -51,12 +51,10 @@ def attend(call: Call) -> None:
                 room[part + number] = one
 
     covered = [0] * len(counts)
-    for first_task, end_task in itertools.pairwise(work.runs.tolist()):
-        for begin, end, row, part, *of_row, num_parts in tasks[first_task:end_task]:
+    for begin, end, first_member, num_members in work.segments.tolist():
+        for row, part in members[first_member : first_member + num_members]:
             assert 0 < counts[row] <= DECODE_QUERIES
             assert begin < end
-            assert of_row == [starts[row], counts[row], lengths[row]]
-            assert num_parts == (splits[row][0] if part == splits[row][1] >= 0 else 0)
             covered[row] += 1
             keep(row, part, 0, over_keys(call, row, 0, counts[row], begin, end))
     for row, (num_parts, first_part) in enumerate(splits):

@@ -146,6 +146,18 @@ def test_rows_that_share_pages(name: str):
     judge(attend_of(name), case)
 
 
+def test_a_segment_may_have_several_rows():
+    """Two rows that share 256 tokens, which one segment computes for both: the format has room for it."""
+    case = Case(SHAPES["64x2"], [(300, 1), (290, 1)], 16, prefix=256, padding=None)
+    expected = judge(attend_of("listed"), case)
+    work = case.view.work
+    work.segments.zero_()
+    work.segments[:3] = torch.tensor([[0, 256, 0, 2], [256, 300, 2, 1], [256, 290, 3, 1]])
+    work.members[:4] = torch.tensor([[0, 0], [1, 2], [0, 1], [1, 3]])  # row, first part
+    work.splits[:2] = torch.tensor([[2, 0], [2, 2]])
+    torch.testing.assert_close(judge(attend_of("listed"), case), expected)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_of_nothing_but_padding(name: str):
     attend, device = attend_of(name), DEVICES[name]

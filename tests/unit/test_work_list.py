@@ -376,7 +376,7 @@ def test_segments_of_several_rows_are_refused():
     delta = step_of(pools, [(400, 1), (330, 1)], work=[*head, *segments, *members, *splits, *runs])
     assert delta.work(0) is not None
     with pytest.raises(
-        ArgumentError, match="group full has a segment of 2 rows, .*: give each row segments of"
+        ArgumentError, match=r"group full has a segment of 2 rows, .*: give each row segments of"
     ):
         pools.apply(delta)
     assert pools.step == 0
