@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from bench.samples import CLOCK_NS, each_of_batch, now, stats
 from pagoda.layout import FullAttention, GatedDelta, Layout, WindowAttention
+from pagoda.layout._work import WORKERS
 from pagoda.manager import Manager
 
 Row = dict[str, Any]
@@ -37,6 +38,7 @@ FIGURES = {
     "length": f"by context: a step of {RUNNING} requests, one request's chunk, admission, fork, release",
     "states": "with a state group and without, contexts of 1,000 tokens; a hit of 1,504 of 2,000 tokens",
     "checkpoints": "a request of 36 tokens that saves one checkpoint, by number of checkpoints; µs",
+    "work": "plan of a decode step of 256 requests, with work lists and without; best median / p99",
 }
 
 
@@ -49,6 +51,7 @@ def run() -> None:
         "length": by_length,
         "states": by_states,
         "checkpoints": by_checkpoints,
+        "work": by_work,
     }
     rows: list[Row] = []
     for name, title in FIGURES.items():
@@ -79,7 +82,42 @@ def goals(rows: list[Row]) -> list[Row]:
     met = "met" if us <= 2 else "missed"
     name = f"eviction at {most['checkpoints']:,} checkpoints, µs"
     found.append({"goal": name, "measured": us, "at most": 2.0, "": met})
+    for row in rows:
+        if row["figure"] == "work":
+            us = round(row["with lists, µs"]["best_us"] - row["without, µs"]["best_us"], 2)
+            name, met = f"work list of 256 rows, {row['contexts']}, µs", "met" if us <= 20 else "missed"
+            found.append({"goal": name, "measured": us, "at most": 20.0, "": met})
     return found
+
+
+def by_work() -> list[Row]:
+    """Time `plan` alone: the list is made there."""
+    rng = np.random.default_rng(8)
+    uneven = np.exp(rng.uniform(np.log(100), np.log(60_000), 256)).astype(np.int64)
+    found = []
+    for contexts, lengths in (("1,000 each", np.full(256, 1_000)), ("100 to 60,000", uneven)):
+        row: Row = {"contexts": contexts}
+        for name, workers in (("without, µs", 0), ("with lists, µs", WORKERS)):
+            row[name] = plan_cost(lengths, workers)
+        found.append(row)
+    return found
+
+
+def plan_cost(lengths: npt.NDArray[np.int64], workers: int) -> dict[str, Any]:
+    layout = Layout([FullAttention(kv_heads=8, k_dim=128, v_dim=128)], PAGE)
+    longest = int(lengths.max()) + STEPS
+    pages = int((-(-(lengths + STEPS) // PAGE)).sum())
+    manager = Manager(layout, {"full": pages}, num_rows=len(lengths), max_tokens=longest, workers=workers)
+    rows = np.array([manager.admit(tokens, store=False).row for tokens in prompts_of(lengths)], np.int32)
+    manager.pass_fence(manager.plan(rows, lengths).step)
+    samples = []
+    for _ in range(STEPS):
+        manager.reserve(rows)
+        begin = now()
+        delta = manager.plan(rows)
+        samples.append(now() - begin)
+        manager.pass_fence(delta.step)
+    return stats(samples)
 
 
 def by_states() -> list[Row]:
@@ -330,4 +368,6 @@ def _shown(row: Row) -> Row:
     shown: Row = {key: cell(value) if isinstance(value, dict) else value for key, value in row.items()}
     if "requests" in row:
         shown["ns per request"] = row["step, µs"]["best_us"] * 1_000 / row["requests"]
+    if "contexts" in row:
+        shown["ratio"] = row["with lists, µs"]["best_us"] / row["without, µs"]["best_us"]
     return shown

@@ -55,7 +55,8 @@ nb::object make_tuple(PyTypeObject* type, std::initializer_list<nb::object> valu
 GroupSpec to_spec(nb::handle value) {
   const nb::tuple parts = nb::cast<nb::tuple>(value);
   return {to_text(parts[0], "group name"), to_int(parts[1], "page_tokens", 1, kMaxId),
-          parts[2].is_none() ? 0 : to_int(parts[2], "window", 1, kMaxId), to_int(parts[3], "capacity", 0, kMaxId - 1)};
+          parts[2].is_none() ? 0 : to_int(parts[2], "window", 1, kMaxId), to_int(parts[3], "capacity", 0, kMaxId - 1),
+          to_int(parts[4], "workers", 0, kMaxTarget)};
 }
 
 // checkpoints: None for a layout without states.

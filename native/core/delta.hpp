@@ -7,6 +7,20 @@
 // Sections are found through the directory, by kind and group. Known kinds are listed in the order below, each once,
 // sources and targets group by group; an empty section may be omitted, and readers skip unknown kinds. Words between
 // sections are 0. Only this file knows the format.
+//
+// The section of work has the lists of all groups (work_list.hpp says what they are for):
+//
+//     [target, segments, number of segments, members, number of members, splits, number of parts, extend parts]
+//         of each group: where its arrays begin in the section; all 0 if the group has no list
+//     the lists, each at a multiple of four words:
+//         segments  [s, 4]: first key, end of the keys, first member, number of members
+//         members   [m, 2]: a row, as its index in the step; its first part in this segment, or -1 if it is not split
+//         splits    [rows, 2]: number of parts, 0 without queries; the row's first part, or -1 if it is not split
+//         runs      [target + 1], right behind the splits: program p computes segments runs[p] ... runs[p + 1] - 1
+//
+// Members are listed segment by segment. The segments of a row are in the order of its keys, cover its span exactly
+// once, and have its parts in this order. Segments of several rows contain rows of one query only. Parts are numbered
+// from 0 over the rows in order. `extend parts` is the most parts of an extend row, 1 if there is none.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +49,21 @@ enum class Section : int32_t {
   kPageIds = 15,        // [writes] what to write there
   kSources = 16,        // [copies] of one group: pages to copy
   kTargets = 17,        // [copies] of one group: pages to write
+  kWork = 18,           // the work lists of attention, as described above
+};
+
+// A group in the directory of the section of work.
+struct WorkEntry {
+  int32_t target, segments, num_segments, members, num_members, splits, num_parts, extend_parts;
+};
+constexpr int64_t kWorkEntry = 8;  // words
+static_assert(sizeof(WorkEntry) == kWorkEntry * sizeof(int32_t), "read and written as words");
+
+// The work list of a group; target 0 if it has none.
+struct WorkView {
+  int64_t target = 0;
+  Ids segments{nullptr, 0}, members{nullptr, 0}, splits{nullptr, 0}, runs{nullptr, 0};  // all words of each
+  int64_t num_parts = 0, extend_parts = 1;
 };
 
 // Where the sections of a delta begin. In: kinds and sizes; out: an array with a head.
@@ -92,12 +121,13 @@ class DeltaView {
   int64_t num_groups() const { return packed_[3]; }
   // A section; empty if it was omitted.
   Ids section(Section kind, int64_t group = 0) const;
+  WorkView work(int64_t group) const;
   // Calls each(kind, group, begin, size) for every section of a known kind.
   template <typename Each>
   void for_sections(Each each) const {
     for (int64_t i = 0; i < packed_[4]; ++i) {
       const int32_t* entry = packed_.data + kFixed + 4 * i;
-      if (entry[0] >= 1 && entry[0] <= static_cast<int32_t>(Section::kTargets)) {
+      if (entry[0] >= 1 && entry[0] <= static_cast<int32_t>(Section::kWork)) {
         each(static_cast<Section>(entry[0]), entry[1], entry[2], entry[3]);
       }
     }
@@ -108,6 +138,8 @@ class DeltaView {
   static constexpr int32_t kMaxGroups = 1 << 16;
 
  private:
+  bool has_valid_work() const;
+
   Ids packed_;
   int64_t step_;
 };

@@ -44,6 +44,12 @@ std::vector<PageTable::Group> tables_of(const std::vector<GroupSpec>& groups, in
   return tables;
 }
 
+std::vector<WorkGroup> work_groups(const std::vector<GroupSpec>& groups) {
+  std::vector<WorkGroup> found;
+  for (const GroupSpec& group : groups) found.push_back({group.window, group.target});
+  return found;
+}
+
 }  // namespace
 
 Manager::Group::Group(GroupSpec given, int which, int32_t* ids, int64_t num_rows, int64_t max_tokens, int column,
@@ -86,7 +92,8 @@ Manager::Manager(std::vector<GroupSpec> specs, StateSpec states, int64_t resume_
       firsts_(static_cast<size_t>(num_rows + 1) * specs.size()),
       ends_(static_cast<size_t>(num_rows + 1) * specs.size()),
       tails_((num_rows + 1) * math_.size()),
-      touched_(static_cast<size_t>(num_rows + 1)) {
+      touched_(static_cast<size_t>(num_rows + 1)),
+      work_(work_groups(specs)) {
   int column = 0;
   for (GroupSpec& spec : specs) {
     has_windows_ = has_windows_ || spec.window > 0;

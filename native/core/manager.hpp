@@ -43,6 +43,7 @@
 #include "core/prefix_tree.hpp"
 #include "core/window.hpp"
 #include "core/window_pages.hpp"
+#include "core/work_list.hpp"
 
 namespace pagoda {
 
@@ -51,6 +52,7 @@ struct GroupSpec {
   int64_t page_tokens;
   int64_t window;  // 0 if every token is kept
   int64_t num_pages;
+  int64_t target = 0;  // of its work list; 0: it has none
 };
 
 // The states of a layout.
@@ -454,6 +456,9 @@ class Manager {
   std::vector<int32_t> ended_[2];  // rows to release; [1] touched ones
   std::vector<int32_t> due_;       // rows that may have to be saved
   std::vector<int32_t> freed_states_;
+  std::vector<int32_t> lengths_, counts_;  // of a step's rows
+  WorkLists work_;
+  Ids work_section_{nullptr, 0};               // of the step that was laid out last
   std::vector<std::vector<int32_t>> columns_;  // page ids of an insert or an eviction
   std::vector<Ids> column_ids_;
   PrefixTree::Removal removal_;

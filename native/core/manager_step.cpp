@@ -11,12 +11,18 @@ namespace pagoda {
 DeltaLayout Manager::lay_out(Ids rows, const PerRow& counts) {
   require_counts(rows, counts, "counts");
   ++call_;
+  grow(lengths_, static_cast<size_t>(rows.size));
+  grow(counts_, static_cast<size_t>(rows.size));
+  lengths_.clear();
+  counts_.clear();
   for (int64_t i = 0; i < rows.size; ++i) {
     const Row& row = require_row(rows, i);
     if (counts[i] > row.reserved - row.computed) {
       throw BadArgument("row " + text(rows[i]) + " has " + text(row.reserved - row.computed) +
                         " tokens reserved and not computed: cannot plan " + text(counts[i]) + "; reserve them first");
     }
+    lengths_.push_back(static_cast<int32_t>(row.computed + counts[i]));
+    counts_.push_back(static_cast<int32_t>(counts[i]));
   }
   if (states_.has_states) grow_saves(rows, counts);
   DeltaLayout layout(num_groups());
@@ -43,6 +49,8 @@ DeltaLayout Manager::lay_out(Ids rows, const PerRow& counts) {
     layout.add(Section::kSources, group.number, static_cast<int64_t>(group.sources.size()));
     layout.add(Section::kTargets, group.number, static_cast<int64_t>(group.targets.size()));
   }
+  work_section_ = work_.make({lengths_.data(), rows.size}, {counts_.data(), rows.size});
+  layout.add(Section::kWork, 0, work_section_.size);
   return layout;
 }
 
@@ -110,6 +118,9 @@ void Manager::plan(Ids rows, const PerRow& counts, const DeltaLayout& layout, in
         break;
       case Section::kTargets:
         write(groups_[static_cast<size_t>(g)].targets);
+        break;
+      case Section::kWork:
+        std::copy_n(work_section_.data, work_section_.size, at);
         break;
     }
   });

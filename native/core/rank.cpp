@@ -46,14 +46,22 @@ Rank::Content Rank::check(Ids packed, int64_t step) const {
   table_.require_writes(places, page_ids);
   Content content{rows.size,
                   starts.size == 0 ? 0 : starts[starts.size - 1],
+                  counts.size == 0 ? 0 : *std::max_element(counts.data, counts.data + counts.size),
                   begin(rows),
                   begin(lengths),
                   begin(starts),
+                  begin(delta.section(Section::kWork)),
                   places.size,
                   begin(places),
                   begin(page_ids),
                   {},
-                  check_states(delta, packed)};
+                  check_states(delta, packed),
+                  {}};
+  check_work(delta, lengths, counts);
+  for (int64_t g = 0; g < table_.num_groups(); ++g) {
+    const WorkView work = delta.work(g);
+    content.parts.push_back({work.num_parts, work.extend_parts});
+  }
   for (int64_t g = 0; g < table_.num_groups(); ++g) {
     const Ids sources = delta.section(Section::kSources, g), targets = delta.section(Section::kTargets, g);
     if (sources.size == 0) continue;
@@ -78,6 +86,15 @@ void Rank::check_rows(Ids rows, Ids lengths, Ids counts, Ids starts) const {
     sum += counts[i];
   }
   if (rows.size > 0 && starts[rows.size] != sum) throw BadArgument("delta: starts are not the sums of counts");
+}
+
+void Rank::check_work(const DeltaView& delta, Ids lengths, Ids counts) const {
+  for (size_t g = 0; lengths.size > 0 && g < pages_.size(); ++g) {
+    if (pages_[g].target == 0) continue;
+    const int64_t number = static_cast<int64_t>(g);
+    pagoda::check_work(delta.work(number), {pages_[g].window, pages_[g].target}, table_.group(number).name, lengths,
+                       counts);
+  }
 }
 
 Rank::States Rank::check_states(const DeltaView& delta, Ids packed) const {
@@ -179,6 +196,7 @@ void Rank::fill(Ids packed, int64_t num_rows, int64_t num_tokens, const BatchBuf
   const Ids starts = delta.section(Section::kStarts);
   const int64_t n = rows.size, end = n == 0 ? 0 : starts[n];
   check_rows(rows, lengths, delta.section(Section::kCounts), starts);
+  check_work(delta, lengths, delta.section(Section::kCounts));
   if (n > num_rows || end > num_tokens) throw BadArgument("delta: its array was changed after it was applied");
   std::fill(std::copy_n(rows.data, n, shared.rows), shared.rows + num_rows, 0);
   std::fill(std::copy_n(lengths.data, n, shared.lengths), shared.lengths + num_rows, 0);
@@ -195,6 +213,7 @@ void Rank::fill(Ids packed, int64_t num_rows, int64_t num_tokens, const BatchBuf
   std::fill(shared.batch_indices + end, shared.batch_indices + num_tokens, -1);
   for (size_t g = 0; g < groups.size(); ++g) {
     fill_group(g, rows, lengths, starts, num_rows, num_tokens, groups[g]);
+    if (pages_[g].target > 0) fill_work(g, delta.work(static_cast<int64_t>(g)), lengths, starts, num_rows, groups[g]);
   }
 }
 
@@ -240,6 +259,31 @@ void Rank::fill_group(size_t g, Ids rows, Ids lengths, Ids starts, int64_t num_r
     }
   }
   std::fill(out.slot_mapping + (n == 0 ? 0 : starts[n]), out.slot_mapping + num_tokens, -1);
+}
+
+void Rank::fill_work(size_t g, const WorkView& work, Ids lengths, Ids starts, int64_t num_rows,
+                     const GroupBuffers& out) const {
+  const int64_t target = pages_[g].target;
+  std::fill(std::copy_n(work.runs.data, work.runs.size, out.runs), out.runs + target + 1,
+            static_cast<int32_t>(work.segments.size / 4));
+  int32_t* task = out.tasks;
+  for (int64_t s = 0; s < work.segments.size / 4; ++s, task += 8) {
+    const int32_t* segment = work.segments.data + 4 * s;
+    const int32_t* member = work.members.data + 2 * segment[2];
+    const int32_t row = member[0], part = member[1];
+    const bool is_first = part >= 0 && part == work.splits[2 * row + 1];
+    const int32_t words[] = {segment[0],   segment[1],
+                             row,          part,
+                             starts[row],  starts[row + 1] - starts[row],
+                             lengths[row], is_first ? work.splits[2 * row] : 0};
+    std::copy_n(words, 8, task);
+  }
+  std::fill(task, out.tasks + 8 * (num_rows + target), 0);
+  std::copy_n(work.splits.data, work.splits.size, out.splits);
+  for (int64_t i = work.splits.size / 2; i < num_rows; ++i) {
+    out.splits[2 * i] = 0;
+    out.splits[2 * i + 1] = -1;
+  }
 }
 
 }  // namespace pagoda

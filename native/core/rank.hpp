@@ -12,6 +12,7 @@
 #include "core/delta.hpp"
 #include "core/page_math.hpp"
 #include "core/page_table.hpp"
+#include "core/work_list.hpp"
 
 namespace pagoda {
 
@@ -21,6 +22,7 @@ struct KernelPages {
   int64_t kernel_page_tokens;  // of a page of the kernel; divides page_tokens
   int64_t window;              // 0 if all tokens are read
   int64_t max_indices;
+  int64_t target;  // programs of a work list; 0: the group has none
 };
 
 // Buffers of a batch, [max_rows] and [max_step_tokens] long; docs/pools.md says what each holds.
@@ -38,6 +40,9 @@ struct GroupBuffers {
   int32_t* indices;        // [max_indices]
   int32_t* last_page_len;  // [max_rows]
   int32_t* begins;         // [max_rows]
+  int32_t* runs;           // [target + 1]
+  int32_t* tasks;          // [max_rows + target, 8]
+  int32_t* splits;         // [max_rows, 2]
 };
 
 class Rank {
@@ -56,14 +61,20 @@ class Rank {
 
     bool is_empty() const { return num_saves + num_restores + num_resets + num_copies == 0; }
   };
+  // Parts that the work list of a group has, and the most of an extend row.
+  struct Parts {
+    int64_t num_parts, extend_parts;
+  };
   // What a delta asks for. Sections are given by where they begin in the delta; 0 for an empty one.
   struct Content {
     int64_t num_rows, num_tokens;  // of the step
-    int64_t rows, lengths, starts;
+    int64_t max_count;             // the most tokens of a row that it computes
+    int64_t rows, lengths, starts, work;
     int64_t num_writes;
     int64_t places, page_ids;
     std::vector<Copies> copies;  // of groups that have some
     States states;
+    std::vector<Parts> parts;  // of each group's work list
   };
 
   static constexpr int64_t kNoStates = -1;
@@ -85,6 +96,7 @@ class Rank {
 
  private:
   void check_rows(Ids rows, Ids lengths, Ids counts, Ids starts) const;
+  void check_work(const DeltaView& delta, Ids lengths, Ids counts) const;
   States check_states(const DeltaView& delta, Ids packed) const;
   void require_rows(Ids rows, const char* what) const;
   void check_checkpoints(Ids rows, Ids lengths, Ids ids, const std::string& what) const;
@@ -92,6 +104,8 @@ class Rank {
   bool is_disjoint(Ids sources, Ids targets, const PageTable::Group& group) const;
   void fill_group(size_t g, Ids rows, Ids lengths, Ids starts, int64_t num_rows, int64_t num_tokens,
                   const GroupBuffers& out) const;
+  void fill_work(size_t g, const WorkView& work, Ids lengths, Ids starts, int64_t num_rows,
+                 const GroupBuffers& out) const;
 
   PageTable table_;
   std::vector<KernelPages> pages_;

@@ -112,13 +112,13 @@ class Fuzz {
   std::vector<GroupSpec> specs() {
     switch (below(4)) {
       case 0:
-        return {{"full", 4, 0, 24}};
+        return {{"full", 4, 0, 24, 3}};
       case 1:
         return {{"full", 2, 0, 50}, {"window", 4, 6, 14}};
       case 2:
         return {{"window", 4, 6, 14}};
       default:
-        return {{"window", 2, 5, 24}, {"full", 4, 0, 24}, {"latent", 2, 0, 50}};
+        return {{"window", 2, 5, 24, 2}, {"full", 4, 0, 24}, {"latent", 2, 0, 50, 5}};
     }
   }
 

@@ -202,11 +202,19 @@ class Pending(tuple[int, int]):
     def length(self) -> int: ...
 
 def read_delta(packed: npt.NDArray[np.int32]) -> tuple[int, int, list[tuple[str, int, int, int]]]: ...
+def read_work(
+    packed: npt.NDArray[np.int32], group: int
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int], int, int, int] | None: ...
+def most_parts(num_rows: int, num_tokens: int, max_queries: int, target: int) -> int: ...
+
+DECODE_QUERIES: int
+EXTEND_PARTS: int
+MAX_TARGET: int
 
 class Rank:
     def __init__(
         self,
-        groups: Sequence[tuple[str, int, int, int, int | None, int]],
+        groups: Sequence[tuple[str, int, int, int, int | None, int, int]],
         num_rows: int,
         max_tokens: int,
         num_checkpoints: int | None = None,
@@ -222,9 +230,12 @@ class Rank:
         int,
         int,
         int,
+        int,
+        int,
         list[tuple[int, int, int, int, bool]],
         tuple[tuple[int, int, int, int], tuple[int, int, int, int], tuple[int, int], tuple[int, int, int]]
         | None,
+        list[tuple[int, int]],
     ]: ...
     def follow(self, packed: npt.NDArray[np.int32]) -> None: ...
     def fill(
@@ -234,7 +245,7 @@ class Rank:
 class ManagerCore:
     def __init__(
         self,
-        groups: Sequence[tuple[str, int, int | None, int]],
+        groups: Sequence[tuple[str, int, int | None, int, int]],
         resume_step: int,
         num_rows: int,
         max_tokens: int,

@@ -26,7 +26,8 @@ CASES = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 SHARED = ("rows", "lengths", "query_start_loc", "positions", "batch_indices")
-PER_GROUP = ("slot_mapping", "page_table", "indptr", "indices", "last_page_len", "begins")
+WORK = ("runs", "tasks", "splits")
+PER_GROUP = ("slot_mapping", "page_table", "indptr", "indices", "last_page_len", "begins", *WORK)
 WIDE = ("positions", "slot_mapping")  # int64
 STALE = 77
 
@@ -45,7 +46,9 @@ def buffers_of(groups: list[Pages], sizes: Sizes) -> dict[str, torch.Tensor]:
         zip(SHARED, [(rows,), (rows,), (rows + 1,), (tokens,), (tokens,)], strict=True)
     )
     for group in groups:
-        own = [(tokens,), (rows, group.width), (rows + 1,), (group.max_indices,), (rows,), (rows,)]
+        own: list[Any] = [(tokens,), (rows, group.width), (rows + 1,), (group.max_indices,), (rows,), (rows,)]
+        has_list, target = bool(group.target), group.target
+        own += [(has_list * (target + 1),), (has_list * (rows + target), 8), (has_list * rows, 2)]
         shapes |= {f"{group.name}.{name}": shape for name, shape in zip(PER_GROUP, own, strict=True)}
     return {
         name: torch.full(shape, STALE, dtype=torch.int64 if name.endswith(WIDE) else torch.int32)
@@ -59,7 +62,10 @@ def judge(groups: list[Pages], rows: list[Row], sizes: Sizes) -> dict[str, torch
     num_rows = len(tables[0]) - 1
     max_tokens = max(1, min(table.shape[1] * g.page_tokens for table, g in zip(tables, groups, strict=True)))
     rank = Rank(
-        [(g.name, 2**31 - 1, g.page_tokens, g.kernel_page_tokens, g.window, g.max_indices) for g in groups],
+        [
+            (g.name, 2**31 - 1, g.page_tokens, g.kernel_page_tokens, g.window, g.max_indices, g.target)
+            for g in groups
+        ],
         num_rows,
         max_tokens,
     )
@@ -78,6 +84,8 @@ def judge(groups: list[Pages], rows: list[Row], sizes: Sizes) -> dict[str, torch
         places=places,
         page_ids=flat[places].tolist(),
         num_groups=len(groups),
+        windows=[g.window for g in groups],
+        targets=[g.list_target or g.target for g in groups],
     )
     found = rank.check(delta.packed, 1)
     rank.follow(delta.packed)
@@ -97,6 +105,7 @@ def judge(groups: list[Pages], rows: list[Row], sizes: Sizes) -> dict[str, torch
                 group.page_tokens,
                 group.kernel_page_tokens,
                 group.window or 0,
+                group.target,
                 *(fused[f"{group.name}.{name}"] for name in PER_GROUP),
             )
             for group in groups
@@ -108,7 +117,7 @@ def judge(groups: list[Pages], rows: list[Row], sizes: Sizes) -> dict[str, torch
         torch.from_numpy(flat).to(DEVICE),
         num_rows + 1,
         torch.from_numpy(delta.packed).to(DEVICE),
-        found[2:5],
+        found[3:7],
         len(rows),
         sizes.padded_rows,
         sizes.padded_tokens,
@@ -153,6 +162,7 @@ def test_any_tables_windows_pages_and_padding_agree(data: st.DataObject):
                 data.draw(st.sampled_from([None, 1, 2, 17, 300, 2**31])),
                 table.tolist(),
                 data.draw(st.sampled_from([room, room, 1, 8])),
+                data.draw(st.sampled_from([0, 1, 3, 33, 300])),
             )
         )
     rows = []
@@ -191,7 +201,7 @@ def test_more_rows_columns_and_tokens_than_a_block(window: int | None, scale: in
         Row(int(number), int(length), min(int(length), 2))
         for number, length in zip(numbers, lengths, strict=True)
     ]
-    group = Pages("one", 8, 2, window, table.tolist(), num_rows * max_pages * 4)
+    group = Pages("one", 8, 2, window, table.tolist(), num_rows * max_pages * 4, target=10)
     found = judge([group], rows, Sizes(num_rows, 80 * scale, num_rows, 80 * scale))
     assert int(found["one.indptr"][-1]) > 150 * scale
 
@@ -209,10 +219,18 @@ def test_a_list_that_fills_up_in_a_later_step_of_the_sum(scale: int):
 def test_rows_near_2_31_tokens_agree():
     """Sums of lengths and pages do not wrap round: one page of 2^30 tokens and a window as long."""
     for window in (None, 5, 2**30, 2**31):
-        group = Pages("one", 2**30, 2**30, window, [[0, 0], [1, 1], [0, 1]], 4)
-        rank = Rank([("one", 1, 2**30, 2**30, window, 4)], 2, 2**31 - 1)
+        group = Pages("one", 2**30, 2**30, window, [[0, 0], [1, 1], [0, 1]], 4, target=7)
+        rank = Rank([("one", 1, 2**30, 2**30, window, 4, 7)], 2, 2**31 - 1)
         delta = delta_of(
-            1, rows=[1], lengths=[2**31 - 1], counts=[1], places=[2, 3], page_ids=[1, 1], num_groups=1
+            1,
+            rows=[1],
+            lengths=[2**31 - 1],
+            counts=[1],
+            places=[2, 3],
+            page_ids=[1, 1],
+            num_groups=1,
+            windows=[window],
+            targets=[7],
         )
         found = rank.check(delta.packed, 1)
         rank.follow(delta.packed)
@@ -221,14 +239,14 @@ def test_rows_near_2_31_tokens_agree():
         rank.fill(delta.packed, 2, 2, [buffer.data_ptr() for buffer in native.values()])
         fused = {name: buffer.to(DEVICE) for name, buffer in buffers_of([group], sizes).items()}
         pages = batch_fused.GroupPages(
-            2, 2**30, 2**30, window or 0, *(fused[f"one.{name}"] for name in PER_GROUP)
+            2, 2**30, 2**30, window or 0, 7, *(fused[f"one.{name}"] for name in PER_GROUP)
         )
         batch_fused.fill(
             batch_fused.prepare([pages], torch.device(DEVICE)),
             torch.tensor([0, 0, 1, 1, 0, 0], dtype=torch.int32, device=DEVICE),
             3,
             torch.from_numpy(delta.packed).to(DEVICE),
-            found[2:5],
+            found[3:7],
             *(1, 2, 2),
             tuple(fused[name] for name in SHARED),
         )
@@ -237,6 +255,42 @@ def test_rows_near_2_31_tokens_agree():
         assert native["positions"].tolist() == [2**31 - 2, 0]
         assert native["one.slot_mapping"].tolist() == [2**30 + 2**30 - 2, -1]
         assert native["one.begins"].tolist() == [2**30 if window == 5 else 0, 0]
+        assert native["one.splits"].tolist()[0] == ([1, -1] if window == 5 else [7, 0])
+
+
+def test_lists_of_several_groups_and_more_words_than_a_block(scale: int):
+    """Each group has its own list in the delta, or none, and its own number of programs."""
+    rows = [Row(1, 5000, 1), Row(2, 900, 8), Row(3, 40, 0), Row(4, 3000, 700), Row(5, 1, 1)]
+    table = [[0] * 5, *([number] * 5 for number in range(1, 8))]
+    groups = [
+        Pages(f"of {target}", 1024, 1024, window, table, 35, target)
+        for window, target in ((None, 40), (300, 9), (None, 0), (None, 200), (2000, 1))
+    ]
+    for padded_rows in (5, 7):
+        found = judge(groups, rows, Sizes(7, 800, padded_rows, 720))
+        assert found["of 40.splits"].tolist()[:2] == [[20, 0], [4, 20]]
+        assert found["of 9.splits"].tolist()[0] == [2, 0]
+        assert found["of 200.splits"].tolist()[3] == [3, 52]
+
+
+def test_a_list_for_fewer_programs_than_the_buffers_have():
+    """The other programs have nothing to do. 5,000 keys on 4 programs are cut, those on 1 are not."""
+    rows = [Row(2, 4000, 1), Row(1, 1000, 2), Row(3, 300, 20)]
+    table = [[0] * 4, *([number] * 4 for number in range(1, 5))]
+    groups = [
+        Pages("four", 1024, 1024, None, table, 16, 9, list_target=4),
+        Pages("one", 1024, 1024, 100, table, 16, 600, list_target=1),
+    ]
+    found = judge(groups, rows, Sizes(4, 30, 4, 24))
+    assert found["four.runs"].tolist() == [0, 1, 2, 3, 5, 5, 5, 5, 5, 5]
+    assert found["one.runs"].tolist() == [0, *[2] * 600]
+
+
+def test_a_step_without_rows_has_no_tasks():
+    group = Pages("one", 8, 8, None, [[0], [1]], 1, target=3)
+    found = judge([group], [], Sizes(1, 4, 1, 2))
+    assert found["one.runs"].tolist() == [0] * 4
+    assert found["one.tasks"].tolist() == [[0] * 8] * 4
 
 
 def test_the_comparison_sees_a_wrong_number(monkeypatch: pytest.MonkeyPatch):

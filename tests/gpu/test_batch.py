@@ -12,7 +12,7 @@ from pagoda.errors import CaptureError
 from pagoda.layout import FullAttention, Layout, WindowAttention
 from pagoda.manager import Delta
 from pagoda.pools import Batch, Pools
-from unit.deltas import delta_of
+from unit.deltas import delta_of, lists_for
 
 pytestmark = pytest.mark.gpu
 
@@ -20,6 +20,7 @@ SLEEP_CYCLES = 400_000_000  # about 0.2 s
 NUM_ROWS, MAX_TOKENS, PAGE, CAPACITY = 16, 20 * 64, 64, 400
 SHARED = ("rows", "lengths", "query_start_loc", "positions", "batch_indices")
 PER_GROUP = ("slot_mapping", "page_table", "indptr", "indices", "last_page_len", "begins")
+WORK = ("runs", "tasks", "splits")
 
 
 def layout_of(*windows: int | None) -> Layout:
@@ -38,9 +39,9 @@ def pools_of(layout: Layout, device: str = "cuda", **more: Any) -> Pools:
     )
 
 
-def some_step(step: int, num_groups: int) -> Delta:
+def some_step(step: int, pools: Pools) -> Delta:
     """Some rows with some tokens each, and writes everywhere in the tables."""
-    random = np.random.default_rng(step)
+    random, num_groups = np.random.default_rng(step), len(pools.pools)
     max_pages = MAX_TOKENS // PAGE
     num_places = num_groups * (NUM_ROWS + 1) * max_pages
     row_of = np.arange(num_places) // max_pages % (NUM_ROWS + 1)
@@ -55,6 +56,7 @@ def some_step(step: int, num_groups: int) -> Delta:
         places=places.tolist(),
         page_ids=random.integers(0, CAPACITY + 1, len(places)).tolist(),
         num_groups=num_groups,
+        **lists_for(pools),
     )
 
 
@@ -64,6 +66,8 @@ def numbers_of(batch: Any, names: list[str]) -> dict[str, list[Any]]:
     for group in names:
         for name in PER_GROUP:
             found[f"{group}.{name}"] = getattr(batch[group], name).tolist()
+        for name in WORK:
+            found[f"{group}.{name}"] = getattr(batch[group].work, name).tolist()
         found[f"{group}.indices"] = found[f"{group}.indices"][: found[f"{group}.indptr"][-1]]
     return found
 
@@ -77,7 +81,7 @@ def test_the_device_and_the_host_agree_in_every_number(windows: tuple[int | None
     pools, theirs = pools_of(layout, **more), pools_of(layout, "cpu", **more)
     num_listed = 0
     for step in range(1, 25):
-        delta = some_step(step, len(names))
+        delta = some_step(step, pools)
         for each in (pools, theirs):
             each.apply(delta)
         pad_to = None if step % 2 else (NUM_ROWS, 64)
@@ -94,23 +98,25 @@ def test_graphs_read_the_buffers_that_a_step_has_filled_anew():
     layout = layout_of(None, 100)
     names = [group.name for group in layout.paged_groups]
     pools = pools_of(layout)
-    first = some_step(1, 2)
+    first = some_step(1, pools)
     pools.apply(first)
     batch = pools.batch(first, pad_to=(NUM_ROWS, 64))
     read = [getattr(batch, name) for name in SHARED]
     read += [getattr(batch[group], name) for group in names for name in PER_GROUP]
+    read += [getattr(batch[group].work, name) for group in names for name in WORK]
     copies = [torch.zeros_like(tensor) for tensor in read]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for tensor, copy in zip(read, copies, strict=True):
             copy.copy_(tensor)
     for step in range(2, 12):
-        delta = some_step(step, 2)
+        delta = some_step(step, pools)
         pools.apply(delta)
         now = pools.batch(delta, pad_to=(NUM_ROWS, 64))
         graph.replay()
         fresh = [getattr(now, name) for name in SHARED]
         fresh += [getattr(now[group], name) for group in names for name in PER_GROUP]
+        fresh += [getattr(now[group].work, name) for group in names for name in WORK]
         for tensor, copy, address in zip(fresh, copies, read, strict=True):
             assert torch.equal(tensor, copy)
             assert tensor.data_ptr() == address.data_ptr()
@@ -147,7 +153,7 @@ def test_a_step_is_stored_in_a_graph_and_read_outside_of_it():
 
 def test_a_batch_makes_nothing_and_waits_for_nothing():
     pools = pools_of(layout_of(None, 100), kernel_page_tokens={"full": 16})
-    deltas = [some_step(step, 2) for step in range(1, 30)]
+    deltas = [some_step(step, pools) for step in range(1, 30)]
 
     def advance(delta: Delta) -> Batch:
         pools.apply(delta)
@@ -170,13 +176,13 @@ def test_another_stream_fills_the_buffers_in_its_order():
     names = list(pools.pools)
     stream = torch.cuda.Stream()
     for step in (1, 2):  # compiles, on both
-        delta = some_step(step, 2)
+        delta = some_step(step, pools)
         theirs.apply(delta)
         pools.apply(delta, stream)
         with torch.cuda.stream(stream):
             pools.batch(delta)
     torch.cuda.synchronize()
-    delta = some_step(3, 2)
+    delta = some_step(3, pools)
     theirs.apply(delta)
     other = theirs.batch(delta)
     before = pools._buffers.tensors["lengths"].tolist()
@@ -194,7 +200,7 @@ def test_another_stream_fills_the_buffers_in_its_order():
 
 def test_in_a_capture_it_raises_and_changes_nothing():
     pools = pools_of(layout_of(None))
-    delta = some_step(1, 1)
+    delta = some_step(1, pools)
     pools.apply(delta)
     before = numbers_of(pools.batch(delta, pad_to=(NUM_ROWS, 64)), ["full"])
     one = torch.ones(1, device="cuda")
@@ -213,7 +219,7 @@ def test_in_a_capture_it_raises_and_changes_nothing():
 @pytest.mark.parametrize("num_groups", [1, 6])
 def test_any_number_of_groups_is_two_launches(num_groups: int):
     pools = pools_of(layout_of(*[100] * num_groups))
-    delta = some_step(1, num_groups)
+    delta = some_step(1, pools)
     pools.apply(delta)
     pools.batch(delta)  # compiles
     torch.cuda.synchronize()
@@ -237,7 +243,7 @@ def test_batches_of_any_size_share_one_kernel_per_set_of_constants():
     for windows in ((None,), (100, 17)):
         pools = pools_of(layout_of(*windows))
         for step in range(1, 9):
-            delta = some_step(step, len(windows))
+            delta = some_step(step, pools)
             pools.apply(delta)
             for pad_to in (None, (NUM_ROWS, 64)):
                 for launch in launches:

@@ -20,11 +20,13 @@ from pagoda import (
 )
 from pagoda.errors import ArgumentError, CapacityError, NotHeldError, OutOfRangeError, PagodaError
 from pagoda.layout import latent, plain
+from pagoda.layout._work import WORKERS, work_target
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Pools
 from profiles import examples
 from property.manager_device import Device
 from property.manager_model import GroupModel, Model, Ranges, RowModel
+from unit.work_model import require_cover, require_even, work_model
 
 RUNS = settings(max_examples=examples(60), stateful_step_count=50)
 
@@ -61,6 +63,7 @@ WINDOWS = [
     Layout([window(3), window(10)], {"window": 2, "window-2": 4}),
     Layout([FULL, window(4), window(13)], {"full": 4, "window": 4, "window-2": 2}),
     Layout([FULL, *map(window, (3, 5, 6, 9, 13))], 4),
+    Layout([FULL, window(400)], 96),  # spans that are split
 ]
 STATES = [
     Layout([FULL, STATE], 1),
@@ -111,6 +114,7 @@ class ManagerMachine(RuleBasedStateMachine):
             capacity["checkpoint"] = data.draw(st.sampled_from([0, 1, 2, 3, 6, 20]))
             interval = data.draw(st.sampled_from([1, 2 * step, 2 * step + 1, 3 * step, 1024]))
             self.model.add_checkpoints(capacity["checkpoint"], interval)
+        workers = data.draw(st.sampled_from([0, 1, 5, WORKERS]))
         self.manager = Manager(
             layout,
             capacity,
@@ -118,9 +122,13 @@ class ManagerMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             watermark=watermark,
             checkpoint_interval=interval,
+            workers=workers,
         )
         assert self.manager.resume_step == step
-        pools = Pools(layout, capacity, num_rows=num_rows, max_tokens=max_tokens, device="cpu")
+        pools = Pools(
+            layout, capacity, num_rows=num_rows, max_tokens=max_tokens, device="cpu", workers=workers
+        )
+        self.targets = [work_target(group, workers) for group in layout.paged_groups]
         self.device = Device(layout, groups, pools)
         self.size = step
         self.past: list[tuple[list[int], Ranges]] = [([], [])]
@@ -556,6 +564,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.manager.step == step + 1
         self.says(delta, planned)
         self.says_states(delta)
+        self.says_work(delta)
         fresh = self.apply(delta)
         touched = [set(model.given.get(g, ())) for g in range(len(model.groups))]
         for g, (sources, targets) in enumerate(delta.copies):
@@ -630,6 +639,21 @@ class ManagerMachine(RuleBasedStateMachine):
             assert each.num_tokens == sum(counts)
             starts = np.cumsum([0, *counts]).tolist() if counts else []
             assert each._section("starts").tolist() == starts
+
+    def says_work(self, delta: Delta) -> None:
+        """Every list is the plain model's, gives programs equal work, and has every key that is read once."""
+        lengths, counts = delta.lengths.tolist(), delta.counts.tolist()
+        for g, (group, target) in enumerate(zip(self.model.groups, self.targets, strict=True)):
+            work = delta.work(g)
+            if not target or not lengths:
+                assert work is None
+                continue
+            assert work is not None
+            expected = work_model(lengths, counts, group.window, target)
+            assert [part.tolist() for part in work[:4]] == list(expected[:4])
+            assert work[4:] == (*expected[4:], target)
+            require_even(expected, target)
+            require_cover(expected, lengths, counts, group.window)
 
     def apply(self, delta: Delta) -> list[set[int]]:
         """Writes the tables; out: pages of each group that were handed out anew."""

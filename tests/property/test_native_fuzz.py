@@ -44,7 +44,9 @@ PROGRAMS = {
         "manager_view",
         "page_table",
         "window_pages",
+        "work_list",
     ],
+    "fuzz_work": ["delta", "work_list"],
 }
 FLAGS = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-fno-sanitize-recover=all"]
 SANITIZE = "-fsanitize=address,undefined"
@@ -156,6 +158,31 @@ MISTAKES = [
         "",
     ),
     ("fuzz_memory", "core/checkpoint_order.cpp", "  first_.remove(id);\n", ""),
+    ("fuzz_work", "core/work_list.cpp", "std::min(num_rows, target - 1);", "0 * num_rows;"),
+    (
+        "fuzz_work",
+        "core/work_list.cpp",
+        "std::min(length, ceil_div(from + room, kBoundary) * kBoundary);",
+        "std::min(length, from + room);",
+    ),
+    (
+        "fuzz_work",
+        "core/work_list.cpp",
+        "if (part != (first < 0 ? -1 : first + covered[1] * count))",
+        "if (part < -1 && first == count)",
+    ),
+    (
+        "fuzz_work",
+        "core/work_list.cpp",
+        "length - from <= room + slack ? length : cut;",
+        "length - from <= room + 2 * slack ? length : cut;",
+    ),
+    (
+        "fuzz_work",
+        "core/work_list.cpp",
+        "work.runs[p] < (p == 0 ? 0 : work.runs[p - 1]) || (p == 0 && work.runs[p] != 0)",
+        "p == 0 && work.runs[p] != 0",
+    ),
 ]
 
 

@@ -1,6 +1,9 @@
 """What the buffers of a batch hold, one number at a time: slow, and written from the documentation alone."""
 
+from itertools import accumulate
 from typing import Any, NamedTuple
+
+from unit.work_model import work_model
 
 
 class Pages(NamedTuple):
@@ -12,6 +15,8 @@ class Pages(NamedTuple):
     window: int | None  # None also where sink tokens are read however far the window is
     table: list[list[int]]
     max_indices: int
+    target: int = 0  # programs of its work list; 0: it has none
+    list_target: int = 0  # programs that the delta has a list for, if fewer
 
     @property
     def width(self) -> int:
@@ -62,7 +67,36 @@ def model(groups: list[Pages], rows: list[Row], num_rows: int, num_tokens: int) 
         for name, numbers in _of_group(group, [*rows, *padding]).items():
             found[f"{group.name}.{name}"] = numbers
         found[f"{group.name}.slot_mapping"] += [-1] * spare
+        for name, numbers in _work_of_group(group, rows, num_rows).items():
+            found[f"{group.name}.{name}"] = numbers
     return found
+
+
+def _work_of_group(group: Pages, rows: list[Row], num_rows: int) -> dict[str, Any]:
+    if not group.target:
+        return {"runs": [], "tasks": [], "splits": []}
+    lengths, counts = [row.length for row in rows], [row.count for row in rows]
+    starts = [0, *accumulate(counts)]
+    planned = group.list_target or group.target
+    work = work_model(lengths, counts, group.window, planned)
+    tasks = [
+        [
+            begin,
+            end,
+            i,
+            part,
+            starts[i],
+            counts[i],
+            lengths[i],
+            work.splits[i][0] if part == work.splits[i][1] >= 0 else 0,
+        ]
+        for (begin, end, _, _), (i, part) in zip(work.segments, work.members, strict=True)
+    ]
+    return {
+        "runs": work.runs + [len(tasks)] * (group.target - planned),
+        "tasks": tasks + [[0] * 8] * (num_rows + group.target - len(tasks)),
+        "splits": work.splits + [[0, -1]] * (num_rows - len(rows)),
+    }
 
 
 def _of_group(group: Pages, rows: list[Row]) -> dict[str, Any]:

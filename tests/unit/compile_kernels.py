@@ -107,12 +107,16 @@ def batches() -> None:
             page_tokens=64,
             kernel_page_tokens=64,
             window=window,
+            target=3 * max_tokens,
             slot_mapping=torch.zeros(max_tokens, dtype=torch.int64),
             page_table=ints(8, 20),
             indptr=ints(9),
             indices=ints(160),
             last_page_len=ints(8),
             begins=ints(8),
+            runs=ints(3 * max_tokens + 1),
+            tasks=ints(8 + 3 * max_tokens, 8),
+            splits=ints(8, 2),
         )
         out = ints(8), ints(8), ints(9), torch.zeros(max_tokens, dtype=torch.int64), ints(max_tokens)
         for groups in ([group], [group, group]):
@@ -121,7 +125,7 @@ def batches() -> None:
                 for offset in (0, 1):
                     batch_fused._launch_count.compiled.clear()
                     batch_fused._launch_fill.compiled.clear()
-                    sections = (offset, 16, 32 + offset)
+                    sections = (offset, 16, 32 + offset, 48 - offset)
                     batch_fused.fill(
                         prepared, ints(681)[offset:], 17, ints(64)[offset:], sections, num_rows, 8, 1, out
                     )

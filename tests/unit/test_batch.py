@@ -19,15 +19,17 @@ from pagoda.layout import (
     WindowAttention,
     latent,
 )
+from pagoda.layout._work import WORKERS
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Batch, HostBatch, Pools, Staging
 from unit.batch_model import Pages, Row, model, positions_read, slot_at
-from unit.deltas import delta_of
+from unit.deltas import delta_of, lists_for
 
 NUM_ROWS, CAPACITY = 6, 99
 KV: dict[str, Any] = {"kv_heads": 2, "k_dim": 8, "v_dim": 8}
 SHARED = ("rows", "lengths", "query_start_loc", "positions", "batch_indices")
 PER_GROUP = ("slot_mapping", "page_table", "indptr", "indices", "last_page_len", "begins")
+WORK = ("runs", "tasks", "splits")
 
 
 def layer_of(window: int | None = None, sink_tokens: int = 0, v_dim: int = 8) -> Any:
@@ -74,6 +76,7 @@ def case_of(
         places=places,
         page_ids=ids,
         num_groups=len(tables),
+        **lists_for(pools),
     )
     pools.apply(delta)
     kernel_pages, limits = more.get("kernel_page_tokens", {}), more.get("max_indices", {})
@@ -83,7 +86,8 @@ def case_of(
         width = len(table[0]) * group.page_tokens // size
         window = None if group.storage.sink_tokens else group.window
         limit = limits.get(group.name, num_rows * width)
-        groups.append(Pages(group.name, group.page_tokens, size, window, table, limit))
+        target = pools._buffers.geometries[group.name].target
+        groups.append(Pages(group.name, group.page_tokens, size, window, table, limit, target))
     return Case(pools, groups, rows, delta)
 
 
@@ -113,7 +117,8 @@ def cases(draw: st.DrawFn) -> Case:
         count = min(draw(st.sampled_from([0, 1, 1, 2, 7, length])), length)
         rows.append(Row(number, length, count))
     limits = {name: draw(st.sampled_from([1, 5, 10_000])) for name in page_tokens}
-    return case_of(layout, tables, rows, kernel_page_tokens=kernel_pages, max_indices=limits)
+    workers = draw(st.sampled_from([0, 1, 5, WORKERS]))
+    return case_of(layout, tables, rows, kernel_page_tokens=kernel_pages, max_indices=limits, workers=workers)
 
 
 def buffers_of(pools: Pools) -> dict[str, torch.Tensor]:
@@ -126,6 +131,8 @@ def numbers_of(batch: Batch | HostBatch, names: list[str]) -> dict[str, Any]:
     for group in names:
         for name in PER_GROUP:
             found[f"{group}.{name}"] = getattr(batch[group], name).tolist()
+        for name in WORK:
+            found[f"{group}.{name}"] = getattr(batch[group].work, name).tolist()
         found[f"{group}.indices"] = found[f"{group}.indices"][: found[f"{group}.indptr"][-1]]
     return found
 
@@ -673,11 +680,12 @@ def test_pools_without_batches_have_no_buffers_for_them():
 
 
 def test_memory_of_batches_is_counted():
-    case = decoding(max_step_tokens=8)
+    case = decoding(max_step_tokens=8, workers=6)  # 3 for each of the two KV heads
     buffers = buffers_of(case.pools).values()
     # [4] rows, lengths, last_page_len, begins; [5] starts, indptr; [4, 2] table; [8] indices, batch_indices;
-    # 8-byte numbers.
-    assert sum(buffer.nbytes for buffer in buffers) == 4 * (4 * 4 + 2 * 5 + 8 + 8 + 8) + 8 * (2 * 8)
+    # 8-byte numbers; [3 + 1] runs, [4 + 3, 8] tasks, [4, 2] splits.
+    work = 4 * (4 + 7 * 8 + 4 * 2)
+    assert sum(buffer.nbytes for buffer in buffers) == 4 * (4 * 4 + 2 * 5 + 8 + 8 + 8) + 8 * (2 * 8) + work
 
 
 def test_two_pools_with_one_staging_do_not_read_each_others_deltas(device: str):

@@ -547,6 +547,10 @@ def look_at(packed: npt.NDArray[np.int32]) -> None:
     for array in (delta.rows, delta.lengths, delta.counts, delta.places, delta.page_ids):
         assert np.shares_memory(array, packed) or len(array) == 0
     assert delta.num_tokens == sum(delta.counts.tolist())
+    for group in range(min(delta.num_groups, 4)):
+        if (work := delta.work(group)) is not None:
+            assert len(work.splits) == len(delta.rows) > 0
+            assert [part.shape[1] for part in work[:3]] == [4, 2, 2]
     assert repr(delta).startswith(f"Delta(step {delta.step}: ")
 
 
@@ -579,7 +583,7 @@ def test_arrays_that_are_no_deltas():
 def test_the_head_and_the_directory_of_a_delta_are_looked_through():
     good = a_delta()
     num_sections, end = int(good[4]), 5 + 4 * int(good[4])
-    assert num_sections == 10
+    assert num_sections == 11
     entries = good[5:end].reshape(-1, 4)
 
     def refused(words: str, at: int, value: int) -> None:
@@ -596,13 +600,17 @@ def test_the_head_and_the_directory_of_a_delta_are_looked_through():
         refused("directory is truncated", 4, n)
     for i, (kind, group, begin, size) in enumerate(entries.tolist()):
         at = 5 + 4 * i
-        refused("differ in size", at, 99)  # one of two that belong together is missing
         for other in (-1, 2, 2**31 - 1):
             refused("belongs to no group", at + 1, other)
         for other in (-1, 0, end - 1, len(good), 2**31 - 1):
             refused("truncated", at + 2, other)
         for other in (-1, len(good) - begin + 1, 2**31 - 1):
             refused("truncated", at + 3, other)
+        if kind == 18:  # the work of all groups, which belongs to no other section
+            refused("out of order", at + 1, 1)
+            refused("work list is truncated", at + 3, 15)
+            continue
+        refused("differ in size", at, 99)  # one of two that belong together is missing
         refused("differ in size", at + 3, size - 1)
         if i > 0 and entries[i - 1][1] == group:  # each kind once per group, in the order of the format
             refused("out of order", at, int(entries[i - 1][0]))
@@ -615,7 +623,7 @@ def test_sections_of_unknown_kinds_are_passed_over():
     num_sections = int(good.packed[4])
     head, entries = good.packed[:4], good.packed[5 : 5 + 4 * num_sections].reshape(-1, 4)
     rest = good.packed[5 + 4 * num_sections :]
-    for kind in (0, 18, 1000, -1, 2**31 - 1, -(2**31)):
+    for kind in (0, 19, 1000, -1, 2**31 - 1, -(2**31)):
         for at in (0, 3, num_sections):
             more = np.insert(entries, at, [kind, 1, 0, 2], axis=0)
             more[:, 2] += 4
@@ -635,8 +643,8 @@ words = st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 70)
 
 @settings(max_examples=300, deadline=None)
 @given(
-    changes=st.lists(st.tuples(st.integers(0, 60), words), max_size=6),
-    cut=st.none() | st.integers(0, 100),
+    changes=st.lists(st.tuples(st.integers(0, 150), words), max_size=6),
+    cut=st.none() | st.integers(0, 150),
     tail=st.lists(words, max_size=8),
 )
 def test_any_head_of_a_delta(changes: list[tuple[int, int]], cut: int | None, tail: list[int]):
@@ -653,7 +661,7 @@ def test_any_head_of_a_delta(changes: list[tuple[int, int]], cut: int | None, ta
 @given(
     num_groups=st.integers(0, 4),
     sections=st.lists(
-        st.tuples(st.integers(0, 18), st.integers(0, 3), st.integers(0, 60), st.integers(0, 8))
+        st.tuples(st.integers(0, 19), st.integers(0, 3), st.integers(0, 60), st.integers(0, 8))
     ),
     num_words=st.integers(0, 60),
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from pagoda.attention import _native, _reference
+from pagoda.attention import _native, _reference, _triton
 from pagoda.attention._call import checked
 from pagoda.pools import Batch, Layer
 
@@ -40,7 +40,9 @@ def paged(
     StaleError after another `Pools.batch`.
     """
     call = checked(queries, layer, batch, scale, softcap, sinks, out)
-    if _native.can_attend(call):
+    if batch.device.type == "cuda" and _triton.can_attend(call):
+        _triton.attend(call)
+    elif _native.can_attend(call):
         _native.attend(call)
     else:
         _reference.attend(call)

@@ -82,7 +82,7 @@ class Memory:
         # Two rows: one to read or write, and one to read the window of the page before.
         capacity, num_rows, max_tokens = budget.capacity(), 2, self.max_tokens + 1
         try:
-            self.manager = Manager(layout, capacity, num_rows=num_rows, max_tokens=max_tokens)
+            self.manager = Manager(layout, capacity, num_rows=num_rows, max_tokens=max_tokens, workers=0)
         except ConfigError as error:
             raise ConfigError(f"memory: {given} are more than page ids can address: give less") from error
         try:
@@ -94,6 +94,7 @@ class Memory:
                 device=device,
                 max_step_tokens=min(self.chunk, self.max_tokens),
                 max_indices={group.name: 1 for group in layout.paged_groups},  # nothing reads them
+                workers=0,  # nor work lists
             )
         except RuntimeError as error:  # also torch.OutOfMemoryError
             raise ConfigError(f"memory: {given} cannot be allocated on {device}: give less") from error

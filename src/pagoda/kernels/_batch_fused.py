@@ -34,7 +34,17 @@ _INDPTR = tl.constexpr(8)
 _INDICES = tl.constexpr(9)
 _LAST_PAGE_LEN = tl.constexpr(10)
 _BEGINS = tl.constexpr(11)
-_NUM_PARAMETERS = tl.constexpr(12)
+_TARGET = tl.constexpr(12)
+_RUNS = tl.constexpr(13)
+_TASKS = tl.constexpr(14)
+_SPLITS = tl.constexpr(15)
+_NUM_PARAMETERS = tl.constexpr(16)
+# A group in the directory of a delta's work, as native/core/delta.hpp describes it: its words, and where
+# segments, members (each with their number) and splits begin.
+_WORK_ENTRY = tl.constexpr(8)
+_WORK_SEGMENTS = tl.constexpr(1)
+_WORK_MEMBERS = tl.constexpr(3)
+_WORK_SPLITS = tl.constexpr(5)
 
 
 class GroupPages(NamedTuple):
@@ -44,12 +54,16 @@ class GroupPages(NamedTuple):
     page_tokens: int
     kernel_page_tokens: int
     window: int  # 0: no window
+    target: int  # of its work list; 0: it has none
     slot_mapping: torch.Tensor  # [max_tokens] int64
     page_table: torch.Tensor  # [max_rows, width] int32
     indptr: torch.Tensor  # [max_rows + 1] int32
     indices: torch.Tensor  # [max_indices] int32
     last_page_len: torch.Tensor  # [max_rows] int32
     begins: torch.Tensor  # [max_rows] int32
+    runs: torch.Tensor  # [target + 1] int32
+    tasks: torch.Tensor  # [max_rows + target, 8] int32
+    splits: torch.Tensor  # [max_rows, 2] int32
 
 
 @triton.jit
@@ -165,20 +179,67 @@ def _fill_tokens(
         tl.store(batch_indices + token, tl.where(is_token, low, -1), mask=token < padded_tokens)
 
 
+@triton.jit
+def _fill_work(
+    first, work, lengths, starts, num_rows, padded_rows, target, runs, tasks, splits, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Number i of each buffer. A step without rows has no list.
+    at = first + tl.arange(0, BLOCK)
+    entry = work + tl.program_id(1) * _WORK_ENTRY
+    is_given = num_rows > 0
+    own_target = tl.load(entry, mask=is_given, other=-1)
+    segments = work + tl.load(entry + _WORK_SEGMENTS, mask=is_given, other=0)
+    num_segments = tl.load(entry + _WORK_SEGMENTS + 1, mask=is_given, other=0)
+    members = work + tl.load(entry + _WORK_MEMBERS, mask=is_given, other=0)
+    own_splits = work + tl.load(entry + _WORK_SPLITS, mask=is_given, other=0)
+
+    is_row = at < num_rows
+    number = tl.load(own_splits + 2 * at, mask=is_row, other=0)
+    part = tl.load(own_splits + 2 * at + 1, mask=is_row, other=-1)
+    tl.store(splits + 2 * at, number, mask=at < padded_rows)
+    tl.store(splits + 2 * at + 1, part, mask=at < padded_rows)
+
+    run = tl.load(own_splits + 2 * num_rows + at, mask=at <= own_target, other=0)
+    tl.store(runs + at, tl.where(at <= own_target, run, num_segments), mask=at <= target)
+
+    is_task = at < num_segments
+    begin = tl.load(segments + 4 * at, mask=is_task, other=0)
+    end = tl.load(segments + 4 * at + 1, mask=is_task, other=0)
+    member = members + 2 * tl.load(segments + 4 * at + 2, mask=is_task, other=0)
+    row = tl.load(member, mask=is_task, other=0)
+    part = tl.load(member + 1, mask=is_task, other=0)
+    start = tl.load(starts + row, mask=is_task, other=0)
+    stop = tl.load(starts + row + 1, mask=is_task, other=0)
+    length = tl.load(lengths + row, mask=is_task, other=0)
+    num_parts = tl.load(own_splits + 2 * row, mask=is_task, other=0)
+    is_first = tl.load(own_splits + 2 * row + 1, mask=is_task, other=-1) == part
+    task, is_there = tasks + 8 * at, at < padded_rows + target
+    tl.store(task, begin, mask=is_there)
+    tl.store(task + 1, end, mask=is_there)
+    tl.store(task + 2, row, mask=is_there)
+    tl.store(task + 3, part, mask=is_there)
+    tl.store(task + 4, start, mask=is_there)
+    tl.store(task + 5, stop - start, mask=is_there)
+    tl.store(task + 6, length, mask=is_there)
+    tl.store(task + 7, tl.where(is_first & (part >= 0), num_parts, 0), mask=is_there)
+
+
 @triton.jit(
     do_not_specialize=[
-        "rows_at", "lengths_at", "starts_at", "num_rows", "padded_rows", "padded_tokens", "table_rows",
+        "rows_at", "lengths_at", "starts_at", "work_at", "num_rows", "padded_rows", "padded_tokens",
+        "table_rows",
     ],
     do_not_specialize_on_alignment=["parameters", "table", "packed"],
 )  # fmt: skip
 def _fill(
-    parameters, table, packed, rows_at, lengths_at, starts_at, num_rows, padded_rows, padded_tokens,
+    parameters, table, packed, rows_at, lengths_at, starts_at, work_at, num_rows, padded_rows, padded_tokens,
     table_rows, positions, batch_indices, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows, lengths, starts = packed + rows_at, packed + lengths_at, packed + starts_at
     # The first programs of a group fill one block of columns of one row each, the next ones a block of tokens
-    # each; the rest, which only a larger group needs, do nothing. All parameters are loaded up front: loading
-    # each one where it is used would cost one trip to memory per parameter.
+    # each, then a block of the work list each; the rest, which only a larger group needs, do nothing. All
+    # parameters are loaded up front: loading each one where it is used would cost one trip to memory per
+    # parameter.
     group = parameters + tl.program_id(1) * _NUM_PARAMETERS
     table += tl.load(group + _COLUMNS_BEFORE) * table_rows
     page_tokens, kernel_page = _size(group, _PAGE), _size(group, _KERNEL_PAGE)
@@ -186,6 +247,8 @@ def _fill(
     begins, indptr, indices = _buffer(group, _BEGINS), _buffer(group, _INDPTR), _buffer(group, _INDICES)
     page_table = _buffer(group, _PAGE_TABLE)
     slot_mapping = tl.load(group + _SLOT_MAPPING).to(tl.pointer_type(tl.int64))
+    target = _size(group, _TARGET)
+    runs, tasks, splits = _buffer(group, _RUNS), _buffer(group, _TASKS), _buffer(group, _SPLITS)
     split = page_tokens // kernel_page
     width = max_pages * split
     num_blocks = tl.cdiv(width, BLOCK)
@@ -202,6 +265,13 @@ def _fill(
                 first_token.to(tl.int32), table, rows, lengths, starts, num_rows, padded_tokens, max_pages,
                 page_tokens, slot_mapping, positions, batch_indices, BLOCK,
             )  # fmt: skip
+        else:
+            first = (program - padded_rows * num_blocks - tl.cdiv(padded_tokens, BLOCK)) * BLOCK
+            if (target > 0) & (first < padded_rows + target + 1):
+                _fill_work(
+                    first, packed + work_at, lengths, starts, num_rows, padded_rows, target, runs, tasks,
+                    splits, BLOCK,
+                )  # fmt: skip
 
 
 _launch_count, _launch_fill = Launch(_count, num_warps=8), Launch(_fill, num_warps=4)
@@ -215,6 +285,7 @@ class Prepared(NamedTuple):
     parameters: torch.Tensor  # [groups, _NUM_PARAMETERS] int64
     count_block: int
     num_blocks: int  # blocks of columns in the widest table
+    target: int  # the largest of the groups
     groups: Sequence[GroupPages]  # keeps their buffers alive
 
 
@@ -225,7 +296,7 @@ def no_pages(max_rows: int, max_tokens: int, device: torch.device) -> GroupPages
     rows = torch.zeros(3 * (max_rows + 1), dtype=torch.int32, device=device).view(3, -1)
     none = rows[:, :0]
     return GroupPages(
-        0, 1 << 30, 1 << 30, 0, slots, none.view(max_rows, 0), rows[0], none[0], rows[1], rows[2]
+        0, 1 << 30, 1 << 30, 0, 0, slots, none.view(max_rows, 0), rows[0], none[0], rows[1], rows[2], *none
     )
 
 
@@ -239,12 +310,22 @@ def prepare(groups: Sequence[GroupPages], device: torch.device) -> Prepared:
             group.slot_mapping, group.page_table, group.indptr, group.indices, group.last_page_len,
             group.begins,
         )  # fmt: skip
-        parameters.append([*sizes, group.indices.shape[0], *(buffer.data_ptr() for buffer in buffers)])
+        work = group.runs, group.tasks, group.splits
+        parameters.append(
+            [
+                *sizes,
+                group.indices.shape[0],
+                *(buffer.data_ptr() for buffer in buffers),
+                group.target,
+                *(buffer.data_ptr() for buffer in work),
+            ]
+        )
         columns_before += group.max_pages
     on_device = torch.tensor(parameters, dtype=torch.int64, device=device)
     count_block = min(_COUNT_BLOCK, max(16, triton.next_power_of_2(max_rows)))
     widest = max(group.page_table.shape[1] for group in groups)
-    return Prepared(on_device, count_block, -(-widest // _FILL_BLOCK), groups)
+    target = max(group.target for group in groups)
+    return Prepared(on_device, count_block, -(-widest // _FILL_BLOCK), target, groups)
 
 
 def fill(
@@ -252,20 +333,21 @@ def fill(
     table: torch.Tensor,  # [num_places] int32, the tables of all groups, one after the other
     table_rows: int,  # rows of each table, row 0 included
     packed: torch.Tensor,  # [n] int32, a delta
-    sections: tuple[int, int, int],  # where its rows, lengths and starts begin
+    sections: tuple[int, ...],  # where its rows, lengths, starts and work begin
     num_rows: int,
     padded_rows: int,
     padded_tokens: int,
     out: tuple[torch.Tensor, ...],  # rows, lengths, starts, positions, batch_indices
 ) -> None:
     """Fill the buffers of all groups in two launches, up to the padded rows and tokens."""
-    parameters, count_block, num_blocks, _ = prepared
+    parameters, count_block, num_blocks, target, _ = prepared
     num_groups = parameters.shape[0]
     _launch_count(
-        (num_groups, 1, 1), parameters, packed, *sections, num_rows, padded_rows, *out[:3],
+        (num_groups, 1, 1), parameters, packed, *sections[:3], num_rows, padded_rows, *out[:3],
         constants=(count_block,),
     )  # fmt: skip
-    num_programs = padded_rows * num_blocks + -(-padded_tokens // _FILL_BLOCK)
+    num_tasks = padded_rows + target + 1 if target else 0
+    num_programs = padded_rows * num_blocks + -(-padded_tokens // _FILL_BLOCK) + -(-num_tasks // _FILL_BLOCK)
     _launch_fill(
         (max(1, num_programs), num_groups, 1), parameters, table, packed, *sections, num_rows, padded_rows,
         padded_tokens, table_rows, *out[3:], constants=(_FILL_BLOCK,),

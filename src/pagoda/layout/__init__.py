@@ -1,7 +1,8 @@
 """What a model stores. In: a model's config; out: groups of layers and all sizes that Pagoda uses.
 
 `_kinds` describes single layers, `_entries` the bytes of one token in one tensor, `_groups` the layers that
-share ids, `_layout` the whole model, and `_sizing` divides memory between groups. `_configs/` reads Hugging
+share ids, `_layout` the whole model, and `_sizing` divides memory between groups, and
+`_work` attention among the programs of a device. `_configs/` reads Hugging
 Face configs; `models/` contains those of well-known models. Does not import torch."""
 
 from pagoda.layout._configs.reading import from_hf, model_config, model_names

@@ -59,6 +59,17 @@ class PagedGroup:
         return self.storage.window
 
     @property
+    def kv_heads(self) -> int | None:
+        """Heads of keys in a slot, 1 for latents; None for groups that do not store plain keys and values, or
+        latents, of one dtype for every token."""
+        entries = self.storage.entries
+        names = tuple(entry.name for entry in entries)
+        dtypes = {part.dtype for entry in entries for part in (*entry.parts, *entry.scales)}
+        if self.storage.ratio > 1 or len(dtypes) > 1 or names not in (("keys", "values"), ("latent",)):
+            return None
+        return entries[0].parts[0].shape[0] if names[0] == "keys" else 1
+
+    @property
     def entries_per_page(self) -> int:
         """Entries per page."""
         return self.page_tokens // self.storage.ratio

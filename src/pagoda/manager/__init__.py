@@ -6,7 +6,7 @@ and 17.
 """
 
 from pagoda._native import Admitted, Pending
-from pagoda.manager._delta import Delta
+from pagoda.manager._delta import Delta, WorkList
 from pagoda.manager._manager import Manager
 from pagoda.manager._tree import TreeView
 from pagoda.manager._values import CheckpointStats, GroupStats, Stats
@@ -20,4 +20,5 @@ __all__ = [
     "Pending",
     "Stats",
     "TreeView",
+    "WorkList",
 ]

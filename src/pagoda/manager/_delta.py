@@ -5,18 +5,30 @@ Only native/core/delta.hpp knows the format of the array; the properties here ar
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pagoda._native import read_delta
+from pagoda._native import read_delta, read_work
 from pagoda.errors import ArgumentError
 from pagoda.layout._numbers import counted
 
-__all__ = ["Delta"]
+__all__ = ["Delta", "WorkList"]
 
 Int32 = npt.NDArray[np.int32]
+
+
+class WorkList(NamedTuple):
+    """What attention computes in one group, divided among programs: docs/manager.md."""
+
+    segments: Int32  # [segments, 4]: first key, end of the keys, first member, number of members
+    members: Int32  # [members, 2]: index of the row in the step, its first part in the segment or −1
+    splits: Int32  # [rows, 2]: number of parts of each row, its first part or −1
+    runs: Int32  # [target + 1]: program p computes segments runs[p], …, runs[p + 1] − 1
+    num_parts: int
+    extend_parts: int  # the most parts of an extend row
+    target: int  # programs that keep the device busy
 
 
 class Delta:
@@ -108,6 +120,25 @@ class Delta:
         return tuple(
             (self._section("sources", group), self._section("targets", group))
             for group in range(self.num_groups)
+        )
+
+    def work(self, group: int) -> WorkList | None:
+        """Return the work list of a group, by its number; None if the delta has none for it.
+
+        Errors: ArgumentError for a group that does not exist.
+        """
+        found = read_work(self.packed, group)
+        if found is None:
+            return None
+        (segments, num_segments), (members, num_members), (splits, num_rows), (runs, num_runs), *numbers = (
+            found
+        )
+        return WorkList(
+            self.packed[segments : segments + 4 * num_segments].reshape(-1, 4),
+            self.packed[members : members + 2 * num_members].reshape(-1, 2),
+            self.packed[splits : splits + 2 * num_rows].reshape(-1, 2),
+            self.packed[runs : runs + num_runs],
+            *numbers,
         )
 
     @property

@@ -9,6 +9,7 @@ from pagoda._native import ManagerCore
 from pagoda.errors import ConfigError
 from pagoda.layout import Layout
 from pagoda.layout._numbers import count
+from pagoda.layout._work import WORKERS, work_target
 from pagoda.manager._delta import Delta
 from pagoda.manager._tree import TreeView
 from pagoda.manager._values import CheckpointStats, GroupStats, Stats
@@ -37,6 +38,9 @@ class Manager(ManagerCore):
     states, and requests resume only where one was saved. A prefill is saved every `checkpoint_interval`
     tokens, and where reuse is likely.
 
+    `workers` is how many programs of attention a device runs at once: deltas have a work list for so many,
+    or none with 0. Give `Pools` the same number.
+
     Memory: 5 bytes per page of a row, 4 per prompt token until it is computed, 25 per page of a window group,
     76 per checkpoint, and that of the tree. Errors: ConfigError, also for layouts with sink tokens, which it
     does not support.
@@ -53,6 +57,7 @@ class Manager(ManagerCore):
         max_tokens: int,
         watermark: int = 0,
         checkpoint_interval: int = 1024,
+        workers: int = WORKERS,
     ) -> None:
         if not isinstance(layout, Layout):
             raise ConfigError(f"layout: give a Layout, not {type(layout).__name__}")
@@ -64,7 +69,7 @@ class Manager(ManagerCore):
                     f"layout: group {group.name} keeps sink tokens, which a Manager does not support"
                 )
             pages = count(capacity[group.name], f"capacity of {group.name}", low=0)
-            specs.append((group.name, group.page_tokens, group.window, pages))
+            specs.append((group.name, group.page_tokens, group.window, pages, work_target(group, workers)))
             if 0 < pages <= count(watermark, "watermark", low=0):
                 raise ConfigError(
                     f"watermark: {watermark} pages leave none of the {pages} of group {group.name}: give less"

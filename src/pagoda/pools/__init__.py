@@ -8,7 +8,7 @@ step (`LayerStep`). `TokenPool` holds keys and values by slot, `EntryPool` pages
 and none is read back. Invariants 6 and 7.
 """
 
-from pagoda.pools._batch import Batch, GroupBatch, HostBatch
+from pagoda.pools._batch import Batch, GroupBatch, HostBatch, Work
 from pagoda.pools._checkpoints import CheckpointPool
 from pagoda.pools._entries import EntryPool
 from pagoda.pools._kv import TokenPool
@@ -33,4 +33,5 @@ __all__ = [
     "StatePool",
     "StateSpec",
     "TokenPool",
+    "Work",
 ]

@@ -112,13 +112,17 @@ def require_buffer(
         raise ConfigError(f"{name}: give a contiguous tensor that is aligned to 16 bytes")
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the current stream of a CUDA device is being captured."""
+    if device.type != "cuda":
+        return False
+    with on_device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def refuse_capture(device: torch.device, call: str) -> None:
     """Raise a CaptureError while the current stream of a CUDA device is being captured."""
-    if device.type != "cuda":
-        return
-    with on_device(device):
-        is_capturing = torch.cuda.is_current_stream_capturing()
-    if is_capturing:
+    if is_capturing(device):
         raise CaptureError(
             f"{call} is not possible while the stream is being captured: do it before the capture"
         )

@@ -9,6 +9,7 @@ every number. Buffers never move, because captured graphs keep their addresses. 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,25 +17,28 @@ import numpy.typing as npt
 import torch
 
 from pagoda import kernels
-from pagoda._native import Rank
-from pagoda.errors import ArgumentError, ConfigError, InvariantError, StaleError
+from pagoda._native import DECODE_QUERIES, EXTEND_PARTS, Rank, most_parts
+from pagoda.errors import ArgumentError, CaptureError, ConfigError, InvariantError, StaleError
 from pagoda.layout import Layout, PagedGroup
 from pagoda.layout._numbers import counted
 from pagoda.manager import Delta
-from pagoda.pools._arguments import filled, require_buffer
+from pagoda.pools._arguments import filled, is_capturing, number, require_buffer
 
-__all__ = ["Batch", "BatchBuffers", "GroupBatch", "HostBatch"]
+__all__ = ["Batch", "BatchBuffers", "GroupBatch", "HostBatch", "Work"]
 
 Array = TypeVar("Array", torch.Tensor, npt.NDArray[Any])
 
 
 class Declared(NamedTuple):
-    """A buffer. `length`: it has one element per row, token or page index of the batch, and `extra` more."""
+    """A buffer. `length`: it has one element per row, token, page index, run, task or split of the batch, and
+    `extra` more; with `columns`, an element is a row of so many numbers, and with `wide` one of the page
+    table."""
 
     length: str
     dtype: torch.dtype
     extra: int = 0
     wide: bool = False
+    columns: int = 0
 
 
 SHARED = {
@@ -51,6 +55,9 @@ PER_GROUP = {
     "indices": Declared("indices", torch.int32),
     "last_page_len": Declared("rows", torch.int32),
     "begins": Declared("rows", torch.int32),
+    "runs": Declared("runs", torch.int32),
+    "tasks": Declared("tasks", torch.int32, columns=8),
+    "splits": Declared("splits", torch.int32, columns=2),
 }
 NUMPY = {torch.int32: np.int32, torch.int64: np.int64}
 
@@ -62,6 +69,7 @@ class Geometry(NamedTuple):
     max_pages: int  # per row
     kernel_page_tokens: int
     max_indices: int
+    target: int  # of its work list; 0: it has none
 
     @property
     def width(self) -> int:
@@ -79,6 +87,49 @@ class Geometry(NamedTuple):
 class Sizes(NamedTuple):
     rows: int
     tokens: int
+
+    def length(self, what: str, target: int) -> int:
+        """Return the length of the buffers of this kind."""
+        if what == "tokens":
+            return self.tokens
+        if what == "rows":
+            return self.rows
+        if not target:
+            return 0
+        return {"runs": target + 1, "tasks": self.rows + target, "splits": self.rows}[what]
+
+
+class Parts(NamedTuple):
+    """What kernels need room for in one group."""
+
+    num_parts: int
+    extend_parts: int
+
+
+class Work(NamedTuple, Generic[Array]):
+    """What attention computes in one group, divided among `target` programs per KV head.
+
+    A decode row computes at most `DECODE_QUERIES` tokens. Its keys are in one segment, or are split into
+    several, whose results are merged: part p of query q of a row with `count` queries is number
+    first + p * count + q of all parts. An extend row computes more tokens; kernels divide its queries
+    themselves, and the keys of each tile into as many parts as `splits` says.
+
+    ::
+
+        runs    [target + 1] int32        program p computes tasks runs[p], …, runs[p + 1] − 1
+        tasks   [rows + target, 8] int32  one per segment: first key, end of the keys, index of the row in the
+                                          batch, first part or −1; of the row: first token in the step, tokens
+                                          in the step, length; number of its parts if this is the first of
+                                          several, else 0
+        splits  [rows, 2] int32           number of parts of each row, and the first; −1 if it is not split
+    """
+
+    runs: Array
+    tasks: Array
+    splits: Array
+    num_parts: int  # that memory for results has to have room for
+    extend_parts: int  # the most parts of an extend row
+    has_list: bool  # False: nothing is listed, since the pools have no workers or the group stores entries
 
 
 class BatchBuffers:
@@ -116,6 +167,7 @@ class BatchBuffers:
         self.num_fills = 0  # a batch is stale once there was another
         self._at = self.addresses()
         self._host: dict[str, npt.NDArray[Any]] | None = None
+        self._scratch: list[torch.Tensor] = []  # the last one is in use; graphs may use the others
         if device.type == "cuda":
             fused = kernels.triton_module("_batch_fused")
             with kernels.on_device(device):
@@ -126,6 +178,7 @@ class BatchBuffers:
                             geometry.group.page_tokens,
                             geometry.kernel_page_tokens,
                             geometry.window,
+                            geometry.target,
                             *(self.tensors[f"{name}.{each}"] for each in PER_GROUP),
                         )
                         for name, geometry in self.geometries.items()
@@ -144,13 +197,38 @@ class BatchBuffers:
     def shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of a whole buffer."""
         what, geometry = self.declared(name)
-        sizes = {"rows": self.max_rows, "tokens": self.max_tokens, "indices": 0}
-        if geometry and self.max_rows:
-            sizes["indices"] = geometry.max_indices
-        length = sizes[what.length]
-        if geometry is not None and what.wide:
-            return (length, geometry.width), what.dtype
-        return (length + what.extra,), what.dtype
+        if geometry is not None and what.length == "indices":
+            return (geometry.max_indices if self.max_rows else 0,), what.dtype
+        sizes = Sizes(self.max_rows, self.max_tokens)
+        target = geometry.target if geometry is not None and self.max_rows else 0
+        length = sizes.length(what.length, target) + what.extra
+        columns = geometry.width if geometry is not None and what.wide else what.columns
+        return (length, columns) if columns or what.wide else (length,), what.dtype
+
+    def scratch(self, num_bytes: int) -> torch.Tensor:
+        """Return at least `num_bytes` of memory that kernels of one step use and no later step reads: uint8.
+
+        It grows, but stays allocated with the pools, since captured graphs keep its address. Errors:
+        CaptureError if it would have to grow while the stream is being captured.
+        """
+        if not self._scratch or self._scratch[-1].shape[0] < num_bytes:
+            if is_capturing(self.device):
+                raise CaptureError(
+                    f"attention needs {num_bytes} bytes of memory, which cannot be allocated during a "
+                    "capture: call attention.paged once before the capture, with a batch of the same size"
+                )
+            size = max(1 << 16, 1 << (number(num_bytes, "num_bytes") - 1).bit_length())
+            with torch.inference_mode(False):
+                self._scratch.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+        return self._scratch[-1]
+
+    def parts_for(self, padded: Sizes, max_queries: int) -> list[tuple[int, int]]:
+        """Return the most parts of any batch of this size, of each group: all, and of one extend row."""
+        extend = EXTEND_PARTS if max_queries > DECODE_QUERIES else 1
+        return [
+            (most_parts(*padded, max_queries, geometry.target) if geometry.target else 0, extend)
+            for geometry in self.geometries.values()
+        ]
 
     def addresses(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self.tensors.values()]
@@ -159,20 +237,21 @@ class BatchBuffers:
         self,
         packed: npt.NDArray[np.int32],
         sent: torch.Tensor | None,
-        found: tuple[int, int, int, int],
+        found: tuple[int, int, int, int, int],
         padded: Sizes,
         table: torch.Tensor,
         rank: Rank,
     ) -> None:
         """Fill the buffers on the device.
 
-        `found`: the number of rows of the step, and where its rows, lengths and starts begin in `packed`.
+        `found`: the number of rows of the step, and where its rows, lengths, starts and work begin in
+        `packed`.
         """
         self.num_fills += 1
         if self.device.type == "cpu":
             rank.fill(packed, *padded, self._at)
             return
-        num_rows, rows, lengths, starts = found
+        num_rows, *sections = found
         if sent is None:  # an empty delta was not sent, and nothing of it is read
             sent = table
         with kernels.on_device(self.device):
@@ -181,7 +260,7 @@ class BatchBuffers:
                 table,
                 self.max_rows + 1,  # of each table, row 0 included
                 sent,
-                (rows, lengths, starts),
+                tuple(sections),
                 num_rows,
                 *padded,
                 self._shared,
@@ -202,8 +281,11 @@ class BatchBuffers:
         rank.fill(packed, *padded, [array.ctypes.data for array in self._host.values()])
         return self._host
 
+    def all_tensors(self) -> list[torch.Tensor]:
+        return [*self.tensors.values(), *self._scratch]
+
     def memory_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self.all_tensors())
 
     def check(self) -> None:
         if self.addresses() != self._at:
@@ -214,18 +296,23 @@ class _Views(Generic[Array]):
     """Views of buffers, cut to the rows and tokens of one step on access."""
 
     def __init__(
-        self, buffers: BatchBuffers, arrays: Mapping[str, Array], padded: Sizes, prefix: str = ""
+        self,
+        buffers: BatchBuffers,
+        arrays: Mapping[str, Array],
+        padded: Sizes,
+        parts: Mapping[str, Parts],
+        prefix: str = "",
     ) -> None:
-        self._buffers, self._padded, self._prefix = buffers, padded, prefix
+        self._buffers, self._padded, self._parts, self._prefix = buffers, padded, parts, prefix
         self._arrays: Mapping[str, Array] = arrays
 
     def _view(self, name: str) -> Array:
-        what, _ = self._buffers.declared(self._prefix + name)
+        what, geometry = self._buffers.declared(self._prefix + name)
         whole = self._arrays[self._prefix + name]
         if what.length == "indices":
             return whole
-        n = self._padded.rows if what.length == "rows" else self._padded.tokens
-        return whole[: n + what.extra]
+        target = geometry.target if geometry is not None else 0
+        return whole[: self._padded.length(what.length, target) + what.extra]
 
 
 class GroupBatch(_Views[Array]):
@@ -298,6 +385,18 @@ class GroupBatch(_Views[Array]):
         """[rows] int32: the position of the first token that a row lists."""
         return self._view("begins")
 
+    @cached_property
+    def work(self) -> Work[Array]:
+        """What attention computes. Tasks behind those of the step are 0, and rows of padding have splits
+        (0, −1)."""
+        return Work(
+            self._view("runs"),
+            self._view("tasks"),
+            self._view("splits"),
+            *self._parts[self.group.name],
+            self._geometry.target > 0,
+        )
+
 
 class _Rows(_Views[Array]):
     """What all groups of a batch share, and the groups by name."""
@@ -334,11 +433,18 @@ class _Rows(_Views[Array]):
         """[tokens] int32: where the row of each token is in `rows`; padding −1. As FlashInfer appends."""
         return self._view("batch_indices")
 
+    @cached_property
+    def _groups(self) -> dict[str, GroupBatch[Array]]:
+        return {
+            name: GroupBatch(self._buffers, self._arrays, self._padded, self._parts, f"{name}.")
+            for name in self._buffers.geometries
+        }
+
     def __getitem__(self, name: str) -> GroupBatch[Array]:
         if name not in self._buffers.geometries:
             names = ", ".join(self._buffers.geometries)
             raise ArgumentError(f"name: there is no group {str(name)[:40]!r}: the groups are {names}")
-        return GroupBatch(self._buffers, self._arrays, self._padded, f"{name}.")
+        return self._groups[name]
 
 
 class HostBatch(_Rows[npt.NDArray[Any]]):
@@ -351,19 +457,25 @@ class Batch(_Rows[torch.Tensor]):
     `num_rows` rows compute `num_tokens` tokens, each row its last ones. Tensors are padded with rows of
     length 0 and tokens whose slot is −1. `batch[name]` is the part of one group. The contents are valid until
     the next `Pools.batch`.
+
+    `max_queries` is the most tokens that a row computes, in this step or in later ones that replay a graph
+    captured with the batch.
     """
 
     def __init__(
         self,
         buffers: BatchBuffers,
         padded: Sizes,
+        max_queries: int,
+        parts: Mapping[str, Parts],
         num_rows: int,
         num_tokens: int,
         delta: Delta,
         rank: Rank,
         is_last: Callable[[Delta], bool],
     ) -> None:
-        super().__init__(buffers, buffers.tensors, padded)
+        super().__init__(buffers, buffers.tensors, padded, parts)
+        self.max_queries = max_queries
         self.num_rows, self.num_tokens, self.step = num_rows, num_tokens, delta.step
         self._delta, self._rank, self._is_last = delta, rank, is_last
         self._fill = buffers.num_fills
@@ -384,6 +496,13 @@ class Batch(_Rows[torch.Tensor]):
         delta = self._delta
         return int(delta.lengths.max(initial=0)), int(delta.counts.max(initial=0))
 
+    def scratch(self, num_bytes: int) -> torch.Tensor:
+        """Return at least `num_bytes` of memory that kernels of one step use: uint8.
+
+        It stays allocated with the pools, and grows only outside of captures. Errors: CaptureError.
+        """
+        return self._buffers.scratch(num_bytes)
+
     def require_current(self) -> None:
         """Raise a StaleError if the buffers have been filled again, and so are about another step."""
         if self._fill != self._buffers.num_fills:
@@ -402,7 +521,10 @@ class Batch(_Rows[torch.Tensor]):
                 f"step {self.step} is not the last one applied: read batch.host before the next Pools.apply"
             )
         return HostBatch(
-            self._buffers, self._buffers.fill_host(self._delta.packed, self._padded, self._rank), self._padded
+            self._buffers,
+            self._buffers.fill_host(self._delta.packed, self._padded, self._rank),
+            self._padded,
+            self._parts,
         )
 
     def __repr__(self) -> str:

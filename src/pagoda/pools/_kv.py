@@ -122,9 +122,7 @@ class TokenPool(PagePool):
     @staticmethod
     def can_hold(group: PagedGroup) -> bool:
         """Whether a group stores plain keys and values of every token, or a latent: one entry per slot."""
-        names = tuple(entry.name for entry in group.storage.entries)
-        is_plain = names in (("keys", "values"), ("latent",)) and len(_dtypes(group)) == 1
-        return is_plain and group.storage.ratio == 1
+        return group.kv_heads is not None
 
     @classmethod
     def from_group(

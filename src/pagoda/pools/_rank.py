@@ -18,10 +18,11 @@ from pagoda._native import Rank
 from pagoda.errors import ArgumentError, ConfigError, InvariantError
 from pagoda.layout import Layout, PagedGroup, RingWindow
 from pagoda.layout._numbers import count
+from pagoda.layout._work import WORKERS, work_target
 from pagoda.manager import Delta
 from pagoda.manager._manager import read_capacity
 from pagoda.pools._arguments import filled, number, refuse_capture, resolve_device
-from pagoda.pools._batch import Batch, BatchBuffers, Geometry, Sizes
+from pagoda.pools._batch import Batch, BatchBuffers, Geometry, Parts, Sizes
 from pagoda.pools._checkpoints import CheckpointPool
 from pagoda.pools._entries import EntryPool
 from pagoda.pools._kv import TokenPool
@@ -55,8 +56,9 @@ class Pools:
     no buffers for batches. These arguments are mappings by group name:
     `kernel_page_tokens`, the page size of kernels where it is smaller than the group's; `max_indices`, the
     most page indices of a batch, by default enough for all rows at their longest; `k_scale` and `v_scale`,
-    the scales of fp8 groups. `buffers` has the caller's own tensors for batches by name (`positions`,
-    `full.slot_mapping`, …).
+    the scales of fp8 groups. `workers` is the manager's: how many programs of attention the device runs at
+    once; 0 for batches without a work list. `buffers` has the caller's own tensors for batches by name
+    (`positions`, `full.slot_mapping`, …).
 
     Errors: ConfigError.
     """
@@ -76,6 +78,7 @@ class Pools:
         k_scale: Mapping[str, Sequence[float]] | None = None,
         v_scale: Mapping[str, Sequence[float]] | None = None,
         staging: Staging | None = None,
+        workers: int = WORKERS,
     ) -> None:
         groups = _groups_of(layout)
         names = [group.name for group in groups]
@@ -90,12 +93,20 @@ class Pools:
         )
         self.device = resolve_device(device)
         geometries = _geometries(
-            groups, self.num_rows, self.max_tokens, kernel_page_tokens or {}, max_indices or {}
+            groups, self.num_rows, self.max_tokens, kernel_page_tokens or {}, max_indices or {}, workers
         )
         pages = [count(capacity[name], f"capacity of {name}", low=0) for name in names]
         self._rank = Rank(
             [
-                (g.group.name, n, g.group.page_tokens, g.kernel_page_tokens, g.window or None, g.max_indices)
+                (
+                    g.group.name,
+                    n,
+                    g.group.page_tokens,
+                    g.kernel_page_tokens,
+                    g.window or None,
+                    g.max_indices,
+                    g.target,
+                )
                 for g, n in zip(geometries, pages, strict=True)
             ],
             self.num_rows,
@@ -258,7 +269,7 @@ class Pools:
             packed = delta.packed
             found = self._rank.check(packed, self._step + 1)
             refuse_capture(self.device, "apply")
-            num_rows, _, _, _, _, num_writes, places, page_ids, copies, states = found
+            num_rows, _, _, _, _, _, _, num_writes, places, page_ids, copies, states, _ = found
             sent = None
             if num_writes or copies or num_rows or states:
                 sent = self._staging.post(packed, self._rooms)
@@ -297,16 +308,24 @@ class Pools:
         if copies[-1]:
             kernels.copy_states(sent, *copies, regions)
 
-    def batch(self, delta: Delta, *, pad_to: int | tuple[int, int] | None = None) -> Batch:
+    def batch(
+        self,
+        delta: Delta,
+        *,
+        pad_to: int | tuple[int, int] | None = None,
+        max_queries: int | None = None,
+    ) -> Batch:
         """Fill the buffers that kernels read about a step, and return them. They never move.
 
         `delta` is the one that was applied last. `pad_to` is the least number of rows and of tokens in the
-        tensors, or a pair (rows, tokens): the sizes that a graph was captured with. Call it with the stream
-        of `apply` current.
+        tensors, or a pair (rows, tokens): the sizes that a graph was captured with. `max_queries` is the most
+        tokens that a row computes in this batch and in later ones that replay a graph captured with it; by
+        default the padded number of tokens, or without `pad_to` what the step has. Smaller is faster: give 1
+        for a graph of decode steps. Call it with the stream of `apply` current.
 
         Cost: on CUDA two launches for all groups, no allocation, no synchronisation. Errors: ArgumentError
-        for a delta that is not the last one applied, or more rows or tokens than the pools were made for;
-        CaptureError.
+        for a delta that is not the last one applied, or more rows or tokens than the pools were made for,
+        or a row that computes more than `max_queries`; CaptureError.
         """
         with self._lock:
             if not self._is_last(delta):
@@ -314,13 +333,28 @@ class Pools:
                 raise ArgumentError(f"delta: give the one that was applied last ({last})")
             assert self._applied is not None
             _, found, sent = self._applied
-            num_rows, num_tokens, rows, lengths, starts, *_ = found
+            num_rows, num_tokens, max_count, *sections = found[:7]
             padded = self._padded(num_rows, num_tokens, pad_to)
+            most = self._max_queries(max_count, padded, pad_to, max_queries)
+            # A graph also runs for other steps of the same size, with other parts.
+            is_exact = pad_to is None and max_queries is None
+            counted = found[-1] if is_exact else self._buffers.parts_for(padded, most)
+            parts = {name: Parts(*each) for name, each in zip(self.pools, counted, strict=True)}
             refuse_capture(self.device, "batch")
             self._buffers.fill_device(
-                delta.packed, sent, (num_rows, rows, lengths, starts), padded, self.flat_table, self._rank
+                delta.packed, sent, (num_rows, *sections), padded, self.flat_table, self._rank
             )
-            return Batch(self._buffers, padded, num_rows, num_tokens, delta, self._rank, self._is_last)
+            return Batch(
+                self._buffers, padded, most, parts, num_rows, num_tokens, delta, self._rank, self._is_last
+            )
+
+    def _max_queries(self, max_count: int, padded: Sizes, pad_to: Any, max_queries: Any) -> int:
+        if max_queries is None:
+            return max_count if pad_to is None else padded.tokens
+        most = number(max_queries, "max_queries")
+        if most < max_count:
+            raise ArgumentError(f"max_queries: a row of the delta computes {max_count} tokens, not {most}")
+        return min(most, self.max_step_tokens)
 
     def _padded(self, num_rows: int, num_tokens: int, pad_to: Any) -> Sizes:
         if num_tokens > self.max_step_tokens:
@@ -360,7 +394,7 @@ class Pools:
         pages = [tensor for pool in self.pools.values() for tensor in pool.tensors()]
         states = [] if self.states is None else list(self.states.tensors.values())
         checkpoints = [] if self.checkpoints is None else [self.checkpoints.tensor]
-        return [*pages, *states, *checkpoints, self.flat_table, *self._buffers.tensors.values()]
+        return [*pages, *states, *checkpoints, self.flat_table, *self._buffers.all_tensors()]
 
     def memory_bytes(self) -> int:
         """Bytes of all pages, states, checkpoints, tables and batch buffers, padding included."""
@@ -419,6 +453,7 @@ def _geometries(
     max_tokens: int,
     kernel_page_tokens: Mapping[str, int],
     max_indices: Mapping[str, int],
+    workers: int,
 ) -> list[Geometry]:
     names = [group.name for group in groups]
     sizes = _by_group(kernel_page_tokens, names, "kernel_page_tokens")
@@ -439,5 +474,5 @@ def _geometries(
                 f"num_rows = {num_rows} and max_tokens = {max_tokens}: page tables exceed 2^31 places: give "
                 "fewer rows or tokens"
             )
-        found.append(Geometry(group, max_pages, size, most))
+        found.append(Geometry(group, max_pages, size, most, work_target(group, workers)))
     return found
