@@ -11,31 +11,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from differential.attention_cases import Case, Model
 from pagoda.attention import _native, _reference, nhd_pages, paged
-from pagoda.attention._call import Call, checked
 from pagoda.errors import ArgumentError
 from profiles import examples
-from unit.test_paged_attention import MIXED, NUM_PAGES, SHAPES, Case, Model
+from unit.test_paged_attention import MIXED, SHAPES
 
 LEVELS = _native.levels()
 NARROW = {"rtol": 2**-7, "atol": 2**-7}  # bfloat16 keeps 8 bits
 EXACT = {"rtol": 1e-5, "atol": 1e-5}
 
 
-def call_of(case: Case, queries: torch.Tensor, out: torch.Tensor | None = None) -> Call:
-    model = case.model
-    return checked(queries, case.layer, case.batch, model.scale, model.softcap, case.sinks, out)
-
-
 def judged(case: Case) -> torch.Tensor:
     """The reference in float64, of the queries as the pool's dtype keeps them."""
-    call = call_of(case, case.queries.to(case.pool.dtype).double())
+    call = case.call(case.queries.to(case.pool.dtype).double())
     _reference.attend(call)
     return call.out
 
 
 def native(case: Case, level: str | None = None, **given: Any) -> torch.Tensor:
-    call = call_of(case, case.queries.to(case.pool.dtype), **given)
+    call = case.call(case.queries.to(case.pool.dtype), **given)
     assert _native.can_attend(call)
     _native.attend(call, level=level)
     return call.out
@@ -122,11 +117,13 @@ def test_results_do_not_depend_on_the_number_of_threads(level: str, threads: Any
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("bad", [0, -1, -(2**31), NUM_PAGES + 1, 2**31 - 1])
-def test_pages_outside_the_pool_are_not_read(level: str, bad: int):
+@pytest.mark.parametrize("bad", [0, -1, -(2**31), "the first behind the pool", 2**31 - 1])
+def test_pages_outside_the_pool_are_not_read(level: str, bad: int | str):
     for model in (MODELS["smollm"], MODELS["not-whole-vectors"]._replace(dtype="bfloat16")):
         case = Case(model, LONG, page=32, seed=3)
         table = case.view.page_table
+        if isinstance(bad, str):
+            bad = len(case.layer.keys) // case.view.page_tokens
         table[0, ::3] = bad  # holes
         table[1] = bad  # nothing at all
         table[4, 0] = bad
@@ -142,7 +139,7 @@ def test_queries_and_out_may_be_strided(level: str, dtype: str):
     queries = torch.full((n + 4, 12, 70), torch.nan, dtype=case.pool.dtype)
     queries[:n, :9, 3:67] = case.queries.to(case.pool.dtype)
     memory = torch.full((n + 4, 11, 80), 7.0, dtype=case.pool.dtype)
-    call = call_of(case, queries[:, :9, 3:67], memory[:, 1:10, 8:72])
+    call = case.call(queries[:, :9, 3:67], memory[:, 1:10, 8:72])
     _native.attend(call, level=level)
     expected = native(case, level)
     assert torch.equal(memory[:n, 1:10, 8:72], expected)
@@ -248,7 +245,7 @@ import torch
 torch.set_num_threads(1)
 from pagoda import _native as native
 from pagoda.attention import _native
-from unit.test_attention_native import Case, Model, call_of
+from differential.attention_cases import Case, Model
 
 def libraries():
     return {line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.split()[-1].split("/")[-1]}
@@ -257,7 +254,7 @@ def num_threads():
     return len(os.listdir("/proc/self/task"))
 
 case = Case(Model(), [(2000, 2000)], page=64)
-call, loaded, before = call_of(case, case.queries), libraries(), num_threads()
+call, loaded, before = case.call(), libraries(), num_threads()
 assert native.has_openmp() and loaded
 _native.attend(call)
 assert num_threads() == before, "one thread is the caller's own"
