@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda.attention import nhd_pages, paged
+from pagoda.attention import _reference, nhd_pages, paged
 from pagoda.errors import ArgumentError
 from pagoda.layout import FullAttention, LatentAttention, Layout, WindowAttention, latent
 from pagoda.pools import GroupBatch, Pools
