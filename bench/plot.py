@@ -51,8 +51,8 @@ def main() -> None:
     tree, manager, attention = results("tree"), results("manager"), results("attention-sweep")
     if not tree and not manager and not attention:
         raise SystemExit(
-            "bench.plot: no results; run `python -m bench tree manager`, or `python -m bench attention --sweep` "
-            "on a machine with a GPU"
+            "bench.plot: no results; run `python -m bench tree manager` first, or "
+            "`python -m bench attention --sweep` on a machine with a GPU"
         )
     PLOTS.mkdir(parents=True, exist_ok=True)
     if tree:

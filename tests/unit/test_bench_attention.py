@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from bench import attention, measure
-from bench.attention import BACKENDS, SMOKE_DIVISOR, Shape, decode, extend, lines, make_step
+from bench.attention import BACKENDS, SMOKE_DIVISOR
+from bench.attention.lines import lines
+from bench.attention.step import Shape, decode, extend, make_step
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[attention.Row]:
-    return attention.measure_all("cpu", SMOKE_DIVISOR)[1]
+    machine = attention.limits("cpu", SMOKE_DIVISOR)
+    return list(attention.measure_all(machine, "cpu", SMOKE_DIVISOR))
 
 
 def test_every_line_is_measured_and_right(rows: list[attention.Row]):
@@ -54,7 +57,7 @@ def test_rows_have_pages_in_any_order():
     step = make_step(decode(4, 512), "cpu")
     (group,) = step.pools.layout.paged_groups
     ids = [step.manager.page_ids(row, group.name).tolist() for row in step.rows.tolist()]
-    assert sorted(sum(ids, [])) == list(range(1, 129))
+    assert sorted(page for row in ids for page in row) == list(range(1, 129))
     for row in ids:
         assert row != sorted(row)
         assert max(row) - min(row) > len(row)
@@ -102,7 +105,7 @@ def test_smoke_prints_both_tables_and_saves_nothing(
 def test_a_sweep_is_saved_for_the_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     monkeypatch.setattr(attention, "SWEEP_TOKENS", 1_024)
-    monkeypatch.setattr(attention, "limits", lambda device, divisor: {"copy": 4e6})
+    monkeypatch.setattr(attention, "limits", lambda device, divisor: {"copy": 4e6, "matmul": 7e8})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     attention.run(sweep=True)
     (row,) = json.loads((tmp_path / "attention-sweep.json").read_text())["rows"]
