@@ -1,12 +1,14 @@
 """The attention benchmark in tiny sizes: what it measures is right, and so is what it counts."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from bench import attention, measure
+from bench.__main__ import main
 from bench.attention import BACKENDS, SMOKE_DIVISOR
 from bench.attention.lines import lines
 from bench.attention.step import Shape, decode, extend, make_step
@@ -100,6 +102,19 @@ def test_smoke_prints_both_tables_and_saves_nothing(
     assert "attention over shuffled pages" in shown
     assert "decode by batch and context" in shown
     assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize("options", [[], ["--sweep"], ["--smoke"]], ids=str)
+def test_without_a_gpu_only_the_smoke_run_starts(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    asked: list[dict[str, bool]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(attention, "run", lambda **given: asked.append(given))
+    monkeypatch.setattr(sys, "argv", ["bench", "attention", *options])
+    assert main() == 0
+    assert asked == ([{"sweep": False, "smoke": True}] if options == ["--smoke"] else [])
+    assert ("skipped" in capsys.readouterr().out) != (options == ["--smoke"])
 
 
 def test_a_sweep_is_saved_for_the_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
