@@ -136,7 +136,7 @@ class Step:
             self.pools.apply(self.manager.plan(self.rows[cached > 0], cached[cached > 0]))
         delta = self.manager.plan(self.rows, counts)
         self.pools.apply(delta)
-        padding: Any = {"pad_to": len(self.rows)} if self.shape.is_decode else {}
+        padding: Any = {"pad_to": len(self.rows), "max_queries": 1} if self.shape.is_decode else {}
         self.batch = self.pools.batch(delta, **padding)
         ids = [self.manager.page_ids(row, group) for row in self.rows.tolist()]
         num_pages = sum(map(len, ids))
