@@ -165,7 +165,10 @@ void check_work(const WorkView& work, const WorkGroup& group, const std::string&
     if (segment[2] != listed || num < 1 || num > num_members - listed) {
       refuse("does not list the members of segment " + text(s) + " after those of the one before");
     }
-    if (num > 1) refuse("has a segment of " + text(num) + " rows: these pools compute segments of one row");
+    if (num > 1) {
+      refuse("has a segment of " + text(num) + " rows, but these pools compute segments of one row: give each row " +
+             "segments of its own");
+    }
     for (; listed < segment[2] + num; ++listed) {
       const int64_t row = work.members[2 * listed], part = work.members[2 * listed + 1];
       if (row < 0 || row >= n) refuse("names row " + text(row) + " of a step of " + text(n));

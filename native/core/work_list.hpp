@@ -3,8 +3,9 @@
 //
 // A row's span is what its queries read: keys [begin, length), where a window moves `begin`. A row that computes at
 // most kDecodeQueries tokens is a decode row and gets segments; other rows are extend rows, whose queries kernels tile
-// themselves. A long span is split into parts, whose results a kernel merges: part p of query q of a row is number
-// first + p * count + q of all parts. delta.hpp has the format.
+// themselves. Each program computes a run of segments, and all runs have about as many keys. A span that several runs
+// share is split into parts, whose results a kernel merges: part p of query q of a row is number first + p * count + q
+// of all parts. delta.hpp has the format.
 #pragma once
 
 #include <algorithm>

@@ -3,8 +3,9 @@
 //     fuzz_work SEED STEPS
 //
 // Every key that a query of a decode row reads is in exactly one segment, every partial result has a part of its own,
-// and nothing exceeds the bounds that buffers are made for. The list passes its own check, and no longer does once one
-// number of it is changed. Prints "ok" and ends with 0, or says at which step and ends with 1.
+// programs have about equal work, and nothing exceeds the bounds that buffers are made for. The list passes its own
+// check, also for buffers of more programs, and a list with one number changed is refused or is right as well. Prints
+// "ok" and ends with 0, or says at which step and ends with 1.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -62,6 +63,7 @@ class Fuzz {
       }
       judge(work, groups_[g], lengths, counts);
       check_work(work, groups_[g], "it", view(lengths), view(counts));
+      check_work(work, {groups_[g].window, groups_[g].target + 1}, "it", view(lengths), view(counts));
     }
     if (section.size > 0) change_one(packed, section, lengths, counts);
   }
@@ -92,7 +94,7 @@ class Fuzz {
     std::vector<std::vector<int>> keys(n);
     for (size_t i = 0; i < n; ++i) keys[i].assign(static_cast<size_t>(lengths[i]), 0);
     std::vector<int> results(static_cast<size_t>(work.num_parts), 0);
-    int64_t tokens = 0, most_queries = 0, total = 0;
+    int64_t tokens = 0, most_queries = 0;
     for (int64_t s = 0; s < work.segments.size / 4; ++s) {
       const int32_t* segment = work.segments.data + 4 * s;
       require(segment[3] == 1 && segment[2] == s, "a segment has one member, its own");
@@ -103,7 +105,6 @@ class Fuzz {
       for (int32_t q = 0; part >= 0 && q < counts[i]; ++q) ++results.at(static_cast<size_t>(part + q));
       require((part >= 0) == (work.splits[2 * row] > 1), "a part for a row that is split, and no other");
       require(part < 0 || segment[0] % 64 == 0 || s == 0 || work.members[2 * s - 2] != row, "parts begin at 64s");
-      total += segment[1] - segment[0];
     }
     for (size_t i = 0; i < n; ++i) {
       const int64_t count = counts[i], read = group.window > 0 ? count + group.window - 1 : lengths[i];
@@ -126,16 +127,28 @@ class Fuzz {
     const int64_t num_rows = static_cast<int64_t>(n);
     require(work.segments.size / 4 <= num_rows + work.target, "more segments than buffers have room for");
     require(work.num_parts <= most_parts(num_rows, tokens, most_queries, work.target), "more parts than the bound");
-    // No program has more than a fair share of all keys, but for rounding and what saves a cut.
-    const int64_t quota = std::max<int64_t>(256, (total + work.target - 1) / work.target);
+    judge_runs(work);
+  }
+
+  // Programs have an equal share of all keys, and at most a sixteenth or 63 keys more; only the last may have less.
+  void judge_runs(const WorkView& work) {
+    require(work.runs.size == work.target + 1, "a run for each program");
+    require(work.runs[0] == 0 && work.runs[work.target] == work.segments.size / 4, "runs have all segments");
+    Words loads;
+    int64_t total = 0;
     for (int64_t p = 0; p < work.target; ++p) {
-      int64_t load = 0;
+      int32_t load = 0;
       for (int64_t s = work.runs[p]; s < work.runs[p + 1]; ++s) {
         load += work.segments[4 * s + 1] - work.segments[4 * s];
       }
-      require(load <= quota + std::max<int64_t>(63, quota / 16), "a program with too many keys");
+      if (load > 0) loads.push_back(load);
+      total += load;
     }
-    require(work.runs[0] == 0 && work.runs[work.target] == work.segments.size / 4, "a segment without a program");
+    const int64_t share = std::max<int64_t>(256, (total + work.target - 1) / work.target);
+    for (size_t p = 0; p < loads.size(); ++p) {
+      require(loads[p] <= share + std::max<int64_t>(share / 16, 63), "a program has too much work");
+      require(loads[p] >= share || p + 1 == loads.size(), "a program has too little work");
+    }
   }
 
   // A list with one wrong number is refused, or is another list of the same rows that is right as well.
@@ -170,6 +183,11 @@ class Fuzz {
       }
     }
     for (const int times : results) require(times <= 1, "two results in one part");
+    int64_t done = 0;
+    for (int64_t p = 0; p < work.target; ++p) {
+      for (int64_t s = work.runs[p]; s < work.runs[p + 1]; ++s) require(s == done++, "a segment out of turn");
+    }
+    require(done == work.segments.size / 4, "a segment that no program computes");
   }
 
   std::mt19937_64 random_;

@@ -47,8 +47,8 @@ def buffers_of(groups: list[Pages], sizes: Sizes) -> dict[str, torch.Tensor]:
     )
     for group in groups:
         own: list[Any] = [(tokens,), (rows, group.width), (rows + 1,), (group.max_indices,), (rows,), (rows,)]
-        target = group.target
-        own += [(target + 1,), (rows + target, 8), (rows, 2)] if target else [(0,), (0, 8), (0, 2)]
+        has_list, target = bool(group.target), group.target
+        own += [(has_list * (target + 1),), (has_list * (rows + target), 8), (has_list * rows, 2)]
         shapes |= {f"{group.name}.{name}": shape for name, shape in zip(PER_GROUP, own, strict=True)}
     return {
         name: torch.full(shape, STALE, dtype=torch.int64 if name.endswith(WIDE) else torch.int32)
@@ -85,7 +85,7 @@ def judge(groups: list[Pages], rows: list[Row], sizes: Sizes) -> dict[str, torch
         page_ids=flat[places].tolist(),
         num_groups=len(groups),
         windows=[g.window for g in groups],
-        targets=[g.target for g in groups],
+        targets=[g.list_target or g.target for g in groups],
     )
     found = rank.check(delta.packed, 1)
     rank.follow(delta.packed)
@@ -271,6 +271,26 @@ def test_lists_of_several_groups_and_more_words_than_a_block(scale: int):
         assert found["of 40.splits"].tolist()[:2] == [[20, 0], [4, 20]]
         assert found["of 9.splits"].tolist()[0] == [2, 0]
         assert found["of 200.splits"].tolist()[3] == [3, 52]
+
+
+def test_a_list_for_fewer_programs_than_the_buffers_have():
+    """The other programs have nothing to do. 5,000 keys on 4 programs are cut, those on 1 are not."""
+    rows = [Row(2, 4000, 1), Row(1, 1000, 2), Row(3, 300, 20)]
+    table = [[0] * 4, *([number] * 4 for number in range(1, 5))]
+    groups = [
+        Pages("four", 1024, 1024, None, table, 16, 9, list_target=4),
+        Pages("one", 1024, 1024, 100, table, 16, 600, list_target=1),
+    ]
+    found = judge(groups, rows, Sizes(4, 30, 4, 24))
+    assert found["four.runs"].tolist() == [0, 1, 2, 3, 5, 5, 5, 5, 5, 5]
+    assert found["one.runs"].tolist() == [0, *[2] * 600]
+
+
+def test_a_step_without_rows_has_no_tasks():
+    group = Pages("one", 8, 8, None, [[0], [1]], 1, target=3)
+    found = judge([group], [], Sizes(1, 4, 1, 2))
+    assert found["one.runs"].tolist() == [0] * 4
+    assert found["one.tasks"].tolist() == [[0] * 8] * 4
 
 
 def test_the_comparison_sees_a_wrong_number(monkeypatch: pytest.MonkeyPatch):

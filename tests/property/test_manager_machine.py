@@ -20,13 +20,13 @@ from pagoda import (
 )
 from pagoda.errors import ArgumentError, CapacityError, NotHeldError, OutOfRangeError, PagodaError
 from pagoda.layout import latent, plain
-from pagoda.layout._work import work_target
+from pagoda.layout._work import WORKERS, work_target
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Pools
 from profiles import examples
 from property.manager_device import Device
 from property.manager_model import GroupModel, Model, Ranges, RowModel
-from unit.work_model import require_cover, work_model
+from unit.work_model import require_cover, require_even, work_model
 
 RUNS = settings(max_examples=examples(60), stateful_step_count=50)
 
@@ -114,7 +114,7 @@ class ManagerMachine(RuleBasedStateMachine):
             capacity["checkpoint"] = data.draw(st.sampled_from([0, 1, 2, 3, 6, 20]))
             interval = data.draw(st.sampled_from([1, 2 * step, 2 * step + 1, 3 * step, 1024]))
             self.model.add_checkpoints(capacity["checkpoint"], interval)
-        workers = data.draw(st.sampled_from([0, 1, 5, 264]))
+        workers = data.draw(st.sampled_from([0, 1, 5, WORKERS]))
         self.manager = Manager(
             layout,
             capacity,
@@ -641,7 +641,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert each._section("starts").tolist() == starts
 
     def says_work(self, delta: Delta) -> None:
-        """Every list is the plain model's, and covers every key that a query reads once."""
+        """Every list is the plain model's, gives programs equal work, and has every key that is read once."""
         lengths, counts = delta.lengths.tolist(), delta.counts.tolist()
         for g, (group, target) in enumerate(zip(self.model.groups, self.targets, strict=True)):
             work = delta.work(g)
@@ -652,6 +652,7 @@ class ManagerMachine(RuleBasedStateMachine):
             expected = work_model(lengths, counts, group.window, target)
             assert [part.tolist() for part in work[:4]] == list(expected[:4])
             assert work[4:] == (*expected[4:], target)
+            require_even(expected, target)
             require_cover(expected, lengths, counts, group.window)
 
     def apply(self, delta: Delta) -> list[set[int]]:

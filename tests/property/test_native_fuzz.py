@@ -162,14 +162,26 @@ MISTAKES = [
     (
         "fuzz_work",
         "core/work_list.cpp",
-        "ceil_div(from + room, kBoundary) * kBoundary",
-        "from + room",
+        "std::min(length, ceil_div(from + room, kBoundary) * kBoundary);",
+        "std::min(length, from + room);",
     ),
     (
         "fuzz_work",
         "core/work_list.cpp",
         "if (part != (first < 0 ? -1 : first + covered[1] * count))",
         "if (part < -1 && first == count)",
+    ),
+    (
+        "fuzz_work",
+        "core/work_list.cpp",
+        "length - from <= room + slack ? length : cut;",
+        "length - from <= room + 2 * slack ? length : cut;",
+    ),
+    (
+        "fuzz_work",
+        "core/work_list.cpp",
+        "work.runs[p] < (p == 0 ? 0 : work.runs[p - 1]) || (p == 0 && work.runs[p] != 0)",
+        "p == 0 && work.runs[p] != 0",
     ),
 ]
 

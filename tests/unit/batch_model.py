@@ -15,7 +15,8 @@ class Pages(NamedTuple):
     window: int | None  # None also where sink tokens are read however far the window is
     table: list[list[int]]
     max_indices: int
-    target: int = 0  # of its work list; 0: it has none
+    target: int = 0  # programs of its work list; 0: it has none
+    list_target: int = 0  # programs that the delta has a list for, if fewer
 
     @property
     def width(self) -> int:
@@ -76,7 +77,8 @@ def _work_of_group(group: Pages, rows: list[Row], num_rows: int) -> dict[str, An
         return {"runs": [], "tasks": [], "splits": []}
     lengths, counts = [row.length for row in rows], [row.count for row in rows]
     starts = [0, *accumulate(counts)]
-    work = work_model(lengths, counts, group.window, group.target)
+    planned = group.list_target or group.target
+    work = work_model(lengths, counts, group.window, planned)
     tasks = [
         [
             begin,
@@ -91,7 +93,7 @@ def _work_of_group(group: Pages, rows: list[Row], num_rows: int) -> dict[str, An
         for (begin, end, _, _), (i, part) in zip(work.segments, work.members, strict=True)
     ]
     return {
-        "runs": work.runs,
+        "runs": work.runs + [len(tasks)] * (group.target - planned),
         "tasks": tasks + [[0] * 8] * (num_rows + group.target - len(tasks)),
         "splits": work.splits + [[0, -1]] * (num_rows - len(rows)),
     }

@@ -19,6 +19,7 @@ from pagoda.layout import (
     WindowAttention,
     latent,
 )
+from pagoda.layout._work import WORKERS
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Batch, HostBatch, Pools, Staging
 from unit.batch_model import Pages, Row, model, positions_read, slot_at
@@ -116,7 +117,7 @@ def cases(draw: st.DrawFn) -> Case:
         count = min(draw(st.sampled_from([0, 1, 1, 2, 7, length])), length)
         rows.append(Row(number, length, count))
     limits = {name: draw(st.sampled_from([1, 5, 10_000])) for name in page_tokens}
-    workers = draw(st.sampled_from([0, 1, 5, 264]))
+    workers = draw(st.sampled_from([0, 1, 5, WORKERS]))
     return case_of(layout, tables, rows, kernel_page_tokens=kernel_pages, max_indices=limits, workers=workers)
 
 

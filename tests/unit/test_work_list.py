@@ -1,6 +1,7 @@
 """Work lists of attention: what managers plan, what pools refuse, what batches show."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from pagoda.layout._work import WORKERS, work_target
 from pagoda.manager import Delta, Manager
 from pagoda.pools import Pools, _batch
 from unit.deltas import delta_of, lists_for, work_of
-from unit.work_model import require_cover, work_model
+from unit.work_model import require_cover, require_even, work_model
 
 KV: dict[str, Any] = {"kv_heads": 2, "k_dim": 8, "v_dim": 8}
 FULL, WINDOW = FullAttention(**KV), WindowAttention(**KV, window=700)
@@ -25,7 +26,7 @@ SIZES: dict[str, Any] = {"num_rows": 12, "max_tokens": 1 << 16}
 
 
 def manager_of(layout: Layout = BOTH, **more: Any) -> Manager:
-    return Manager(layout, {g.name: 20_000 for g in layout.paged_groups}, **SIZES, **more)
+    return Manager(layout, {g.name: 20_000 for g in layout.paged_groups}, **{**SIZES, **more})
 
 
 def pools_of(layout: Layout = BOTH, **more: Any) -> Pools:
@@ -67,6 +68,7 @@ def test_a_plan_has_the_list_of_every_group(rows: list[tuple[int, int]], workers
         assert work is not None
         expected = work_model(lengths, counts, window, target)
         require_cover(expected, lengths, counts, window)
+        require_even(expected, target)
         assert [part.tolist() for part in work[:4]] == list(expected[:4])
         assert work[4:] == (*expected[4:], target)
         assert all(part.dtype == np.int32 for part in work[:4])
@@ -75,16 +77,16 @@ def test_a_plan_has_the_list_of_every_group(rows: list[tuple[int, int]], workers
         assert work.num_parts <= most_parts(len(rows), sum(counts), max(counts), target)
 
 
-def list_of(rows: list[tuple[int, int]], workers: int = 264) -> Any:
+def list_of(rows: list[tuple[int, int]], workers: int, layer: Any = FULL) -> Any:
     """What a manager plans for rows of a group with two KV heads."""
-    manager = manager_of(Layout([FULL], 64), workers=workers)
+    manager = manager_of(Layout([layer], 64), workers=workers, num_rows=64)
     admitted = [manager.admit(range(length), read=False, store=False).row for length, _ in rows]
     manager.plan(admitted, [length - count for length, count in rows])
     return manager.plan(admitted, [count for _, count in rows]).work(0)
 
 
 def test_a_long_row_is_split_and_short_ones_are_not():
-    """Four programs, 8,000 keys: 2,000 keys each, rounded up to where a row is cut, at multiples of 64."""
+    """Target 4, 8,000 keys: 2,000 for each program, and rows are cut at the next multiple of 64."""
     work = list_of([(500, 1), (7000, 2), (500, 1)], workers=8)
     assert work.segments.tolist() == [
         [0, 500, 0, 1], [0, 1536, 1, 1], [1536, 3584, 2, 1], [3584, 5632, 3, 1], [5632, 7000, 4, 1],
@@ -96,12 +98,46 @@ def test_a_long_row_is_split_and_short_ones_are_not():
     assert (work.num_parts, work.extend_parts, work.target) == (8, 1, 4)
 
 
-def test_a_program_has_256_keys_of_short_rows_before_the_next_one_begins():
+def test_equal_rows_are_not_cut():
+    """64 rows of 4,096 on 66 programs: each would get 3,972 keys, but a few more avoid all cuts."""
+    work = list_of([(4096, 1)] * 64, workers=132)
+    assert work.segments.tolist() == [[0, 4096, row, 1] for row in range(64)]
+    assert work.members.tolist() == [[row, -1] for row in range(64)]
+    assert work.splits.tolist() == [[1, -1]] * 64
+    assert work.runs.tolist() == [*range(65), 64, 64]
+    assert work.num_parts == 0
+
+
+def test_a_row_is_whole_if_it_exceeds_a_share_by_a_sixteenth_at_most():
+    """Target 2, shares of 1,600: the first row may have 100 keys more, and with one more it is cut."""
+    assert list_of([(1700, 1), (1500, 1)], workers=4).segments[:, :2].tolist() == [[0, 1700], [0, 1500]]
+    cut = list_of([(1701, 1), (1499, 1)], workers=4)
+    assert cut.segments[:, :2].tolist() == [[0, 1600], [1600, 1701], [0, 1499]]
+    assert cut.runs.tolist() == [0, 1, 3]
+
+
+def test_one_long_row_has_a_part_for_every_program():
+    work = list_of([(66 * 512, 1)], workers=132)
+    assert work.segments[:, :2].tolist() == [[512 * p, 512 * (p + 1)] for p in range(66)]
+    assert work.members.tolist() == [[0, p] for p in range(66)]
+    assert work.splits.tolist() == [[66, 0]]
+    assert work.runs.tolist() == list(range(67))
+    # Shares of 497 keys are cut at multiples of 64, so two programs have nothing left to do.
+    fewer = list_of([(64 * 512, 1)], workers=132)
+    assert fewer.splits.tolist() == [[64, 0]]
+    assert fewer.runs.tolist() == [*range(65), 64, 64]
+
+
+def test_a_program_has_at_least_256_keys():
+    short = list_of([(86, 1)] * 6, workers=132)
+    assert short.runs.tolist() == [0, 3, *[6] * 65]
+    assert short.num_parts == 0
+    assert list_of([(1024, 1)], workers=132).splits.tolist() == [[4, 0]]
+
+
+def test_short_rows_are_cut_where_a_program_has_256_keys():
     work = list_of([(length, 1) for length in (3, 200, 90, 130, 255, 1)], workers=8)
-    found = [
-        work.segments[begin:end, :2].tolist()
-        for begin, end in zip(work.runs[:-1], work.runs[1:], strict=True)
-    ]
+    found = [work.segments[begin:end, :2].tolist() for begin, end in pairwise(work.runs)]
     assert found == [
         [[0, 3], [0, 200], [0, 64]],
         [[64, 90], [0, 130], [0, 128]],
@@ -110,18 +146,22 @@ def test_a_program_has_256_keys_of_short_rows_before_the_next_one_begins():
     ]
 
 
-def test_a_row_is_not_cut_for_a_sixteenth_of_a_share():
-    assert list_of([(272, 1)], workers=8).segments.tolist() == [[0, 272, 0, 1]]
-    assert list_of([(273, 1)], workers=8).segments.tolist() == [[0, 256, 0, 1], [256, 273, 1, 1]]
+def test_only_the_keys_of_a_window_are_divided():
+    """A window of 700 and 1 or 8 queries read 700 or 707 keys; a share on 3 programs is 499 keys."""
+    work = list_of([(9000, 1), (1000, 8), (90, 1)], workers=6, layer=WINDOW)
+    assert work.segments[:, :2].tolist() == [[8300, 8832], [8832, 9000], [293, 640], [640, 1000], [0, 90]]
+    assert work.runs.tolist() == [0, 1, 3, 5]
+    assert work.splits.tolist() == [[2, 0], [2, 2], [1, -1]]
+    assert work.members.tolist() == [[0, 0], [0, 1], [1, 2], [1, 10], [2, -1]]
 
 
 def test_extend_rows_have_parts_and_no_segments():
     """Target 132. 3 + 1 tiles: at most 33 parts, 16, and one per 1,024 keys."""
-    work = list_of([(5000, 130), (1, 1), (40_000, 9), (9, 9)][:3])
+    work = list_of([(5000, 130), (1, 1), (40_000, 9)], workers=264)
     assert work.splits.tolist() == [[5, 0], [1, -1], [16, 650]]
     assert work.segments.tolist() == [[0, 1, 0, 1]]
     assert (work.num_parts, work.extend_parts) == (650 + 16 * 9, 16)
-    many = list_of([(30_000, 64 * 100), (3000, 64 * 33)])  # 133 tiles: all programs have work
+    many = list_of([(30_000, 64 * 100), (3000, 64 * 33)], workers=264)  # 133 tiles: all programs have work
     assert many.splits.tolist() == [[1, -1], [1, -1]]
     assert (many.num_parts, many.extend_parts) == (0, 1)
 
@@ -137,7 +177,7 @@ def test_a_delta_without_rows_or_without_workers_has_no_list():
     assert delta.num_bytes < with_list.plan(1, 0).num_bytes
 
 
-def test_groups_of_entries_have_no_list_and_latents_have_one_head():
+def test_groups_of_entries_have_no_list_and_latents_count_as_four_heads():
     plain = LatentAttention(entry=latent(16, 8, "bfloat16"))
     fp8 = LatentAttention(entry=latent_fp8(512, 64))
     layout = Layout([FULL, plain, fp8], 64)
@@ -155,9 +195,8 @@ def test_groups_of_entries_have_no_list_and_latents_have_one_head():
         pools.batch(delta)
     batch = pools.batch(apply(pools, step_of(pools, [(10, 1)])))
     assert not batch[none].work.has_list
-    assert batch[none].work.tasks.shape == (0, 8)
-    assert batch[one].work.tasks.shape == (67, 8)
-    assert batch[one].work.runs.shape == (67,)
+    assert [each.shape for each in batch[none].work[:3]] == [(0,), (0, 8), (0, 2)]
+    assert [each.shape for each in batch[one].work[:3]] == [(66 + 1,), (1 + 66, 8), (1, 2)]
 
 
 @pytest.mark.parametrize("workers", [-1, 1.5, None, True, 2**16 + 1, 2**70])
@@ -203,7 +242,7 @@ def test_workers_of_manager_and_pools_have_to_agree():
 
 
 ROWS = [(3000, 1), (100, 2), (5000, 20), (7, 0), (900, 1)]
-TARGET = 9  # of 18 workers: 445 keys each
+TARGET = 9  # of 18 workers: 445 keys for each program
 
 
 def words() -> list[int]:
@@ -217,7 +256,6 @@ def test_the_list_that_the_next_tests_break_is_right():
     assert work is not None
     assert work.splits.tolist() == [[7, 0], [1, -1], [5, 7], [0, -1], [3, 107]]
     assert work.runs.tolist() == [0, 1, 2, 3, 4, 5, 6, 9, 10, 11]
-    assert work.members[:, 0].tolist() == [0] * 7 + [1] + [4] * 3
 
 
 def entry(at: int, value: int) -> Callable[[list[int]], None]:
@@ -239,14 +277,14 @@ def split(row: int, at: int, value: int) -> Callable[[list[int]], None]:
     return lambda words: entry(words[5] + 2 * row + at, value)(words)
 
 
+def run(program: int, value: int) -> Callable[[list[int]], None]:
+    return lambda words: entry(words[5] + 2 * len(ROWS) + program, value)(words)
+
+
 def swap_segments(words: list[int]) -> None:
     """The second part of row 0 before the first."""
     a, b = words[1], words[1] + 4
     words[a : a + 2], words[b : b + 2] = words[b : b + 2], words[a : a + 2]
-
-
-def run(program: int, value: int) -> Callable[[list[int]], None]:
-    return lambda words: entry(words[5] + 2 * len(ROWS) + program, value)(words)
 
 
 def drop_segment(words: list[int]) -> None:
@@ -268,8 +306,16 @@ BAD = {
     "splits outside of the section": (entry(5, 2**31 - 1), "truncated"),
     "no target but a list": (entry(0, 0), "truncated"),
     "a negative target": (entry(0, -9), "truncated"),
+    "runs outside of the section": (entry(0, 60), "truncated"),
     "a larger target": (entry(0, TARGET + 1), "room for 9: .* same workers"),
     "a smaller target": (entry(0, 1), "too many for 5 rows"),
+    "fewer runs": (entry(0, TARGET - 1), "segments that no program computes"),
+    "a first run that begins late": (run(0, 1), "runs of segments that are out of order"),
+    "a first run that begins early": (run(0, -1), "runs of segments that are out of order"),
+    "a run that ends before it begins": (run(3, 1), "runs of segments that are out of order"),
+    "segments in no run": (run(TARGET, 10), "segments that no program computes"),
+    "a run of segments that are not there": (run(TARGET, 12), "segments that no program computes"),
+    "a run far beyond the segments": (run(TARGET - 1, 2**30), "runs of segments that are out of order"),
     "another number of parts": (entry(6, 111), "counts its parts wrongly"),
     "other extend parts": (entry(7, 4), "counts its parts wrongly"),
     "a row without queries is split": (split(3, 0, 1), "splits row 3 .* computes 0 tokens"),
@@ -295,10 +341,6 @@ BAD = {
     "a row without queries in a segment": (member(10, 0, 3), "row 3 of the step, which computes 0 tokens"),
     "the part of another": (member(1, 1, 2), "numbers the parts of row 0"),
     "a part for a row that is not split": (member(7, 1, 0), "numbers the parts of row 1"),
-    "runs that do not begin at 0": (run(0, 1), "out of order"),
-    "runs that go back": (run(3, 1), "out of order"),
-    "a segment without a program": (run(TARGET, 10), "segments that no program computes"),
-    "a program without a segment": (run(TARGET, 12), "segments that no program computes"),
     "no part for a row that is": (member(2, 1, -1), "numbers the parts of row 0"),
 }
 
@@ -324,17 +366,47 @@ def test_a_list_that_was_changed_after_it_was_applied_is_not_copied():
         pools.batch(delta)
 
 
-def test_a_segment_of_several_rows_is_refused():
-    """The format has them; no kernel computes them."""
+def test_segments_of_several_rows_are_refused():
+    """Both rows read 320 keys together, and then each its own."""
     pools = pools_of(Layout([FULL], 64), workers=6)
-    segments, members = [[0, 320, 0, 2]], [[0, -1], [1, -1]]
-    parts = [word for part in (segments, members, [[1, -1]] * 2) for row in part for word in row]
-    head, runs = [3, 8, 1, 8 + 4, 2, 8 + 4 + 4, 0, 1], [0, 1, 1, 1]
-    with pytest.raises(ArgumentError, match="a segment of 2 rows: these pools compute segments of one row"):
-        pools.apply(step_of(pools, [(320, 1), (320, 1)], work=[*head, *parts, *runs]))
+    segments = [0, 320, 0, 2, 320, 400, 2, 1, 320, 330, 3, 1]
+    members = [0, 0, 1, 2, 0, 1, 1, 3]
+    splits, runs = [2, 0, 2, 2], [0, 1, 2, 3]
+    head = [3, 8, 3, 8 + 12, 4, 8 + 12 + 8, 4, 1]
+    delta = step_of(pools, [(400, 1), (330, 1)], work=[*head, *segments, *members, *splits, *runs])
+    assert delta.work(0) is not None
+    with pytest.raises(
+        ArgumentError, match=r"group full has a segment of 2 rows, .*: give each row segments of"
+    ):
+        pools.apply(delta)
+    assert pools.step == 0
+
+
+def test_a_list_for_fewer_programs_is_accepted():
+    """Pools for 9 programs, a list for 4: the other programs have nothing to do."""
+    pools = pools_of(Layout([FULL], 64), workers=18)
+    work = pools.batch(apply(pools, step_of(pools, [(4000, 1), (300, 2)], targets=[4])))["full"].work
+    assert work.runs.tolist() == [0, 1, 2, 3, 5, 5, 5, 5, 5, 5]
+    assert work.splits.tolist() == [[4, 0], [1, -1]]
+    assert work.tasks.shape == (2 + 9, 8)
+    assert not work.tasks[5:].any()
 
 
 # ── what batches show ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_batch_has_a_task_for_every_segment():
+    """Target 2, 1,300 keys: shares of 650, of which 50 are left for the second row."""
+    pools = pools_of(Layout([FULL], 64), workers=4)
+    work = pools.batch(apply(pools, step_of(pools, [(600, 2), (20, 0), (700, 3)])), pad_to=4)["full"].work
+    assert work.runs.tolist() == [0, 2, 3]
+    assert work.tasks.tolist() == [
+        [0, 600, 0, -1, 0, 2, 600, 0],
+        [0, 64, 2, 0, 2, 3, 700, 2],
+        [64, 700, 2, 3, 2, 3, 700, 0],
+        *[[0] * 8] * 3,
+    ]
+    assert work.splits.tolist() == [[1, -1], [0, -1], [2, 0], [0, -1]]
 
 
 def test_the_most_queries_of_a_batch():
@@ -371,10 +443,9 @@ def test_parts_are_exact_for_one_step_and_a_bound_for_a_graph():
 
 
 def test_the_bound_is_reached():
-    """Three programs of 320 keys: both of their ends cut a row."""
-    rows = [(400, 1), (400, 1), (160, 1)]
-    lengths, counts = zip(*rows, strict=True)
-    assert work_model(lengths, counts, None, 3).num_parts == 4 == most_parts(3, 3, 1, 3)
+    """Target 3, shares of 400 keys: each of two rows crosses the end of one."""
+    assert work_model([600, 600], [1, 1], None, 3).num_parts == 4 == most_parts(2, 2, 1, 3)
+    assert work_model([600, 600], [8, 8], None, 3).num_parts == 4 * 8 == most_parts(2, 16, 8, 3)
 
 
 def test_scratch_grows_stays_and_is_counted(monkeypatch: pytest.MonkeyPatch):

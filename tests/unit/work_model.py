@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 DECODE_QUERIES, TILE = 8, 64
@@ -71,6 +71,21 @@ def work_model(lengths: Sequence[int], counts: Sequence[int], window: int | None
         num_parts,
         extend_parts,
     )
+
+
+def require_even(model: Model, target: int) -> None:
+    """Every program reads about as many keys as the others; only the last one with keys may have fewer."""
+    assert len(model.runs) == target + 1
+    assert (model.runs[0], model.runs[-1]) == (0, len(model.segments))
+    keys = [
+        sum(end - begin for begin, end, *_ in model.segments[first:last])
+        for first, last in pairwise(model.runs)
+    ]
+    quota = max(256, -(-sum(keys) // target))
+    busy = [n for n in keys if n]
+    assert keys == busy + [0] * (target - len(busy))
+    assert all(n >= quota for n in busy[:-1])
+    assert all(n <= quota + max(quota // 16, 63) for n in busy)
 
 
 def require_cover(model: Model, lengths: Sequence[int], counts: Sequence[int], window: int | None) -> None:

@@ -7,6 +7,11 @@ call serves every later batch of the same padded size.
 
 from __future__ import annotations
 
+import functools
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
 import torch
 
 from pagoda._native import DECODE_QUERIES
@@ -48,8 +53,8 @@ def attend(call: Call) -> None:
         args = fused.Arguments(
             call.queries, call.out, call.keys, call.values, call.k_scale,
             call.v_scale if call.values is not None else call.k_scale, call.scale, call.softcap, call.sinks,
-            min(call.window, 2**31 - 1), view.page_tokens, view.page_table, batch.lengths, batch.query_start_loc,
-            batch.batch_indices, work.runs, work.tasks, work.splits,
+            min(call.window, 2**31 - 1), view.page_tokens, view.page_table, batch.lengths,
+            batch.query_start_loc, batch.batch_indices, work.runs, work.tasks, work.splits,
         )  # fmt: skip
         heads, v_dim = call.out.shape[1:]
         parts = None
@@ -58,8 +63,43 @@ def attend(call: Call) -> None:
             memory = batch.scratch(4 * size * (v_dim + 1)).view(torch.float32)
             parts = fused.Parts(memory[: size * v_dim], memory[size * v_dim : size * (v_dim + 1)])
         extends = batch.max_queries > DECODE_QUERIES
-        fused.decode(args, parts, min(batch.max_queries, DECODE_QUERIES))
+        _decode(fused, args, parts, min(batch.max_queries, DECODE_QUERIES))
         if extends:
-            fused.extend(args, parts, DECODE_QUERIES, work.extend_parts)
+            _extend(fused, args, parts, work.extend_parts)
         if parts is not None:
             fused.merge(args, parts, DECODE_QUERIES, extends and work.extend_parts > 1)
+
+
+@functools.cache
+def _hopper(name: str) -> ModuleType | None:
+    """Return a module of kernels for Hopper GPUs, which are written in Gluon; None if triton has no Gluon."""
+    try:
+        return import_module(f"pagoda.kernels.{name}")
+    except ImportError:
+        return None
+
+
+def _decode(fused: ModuleType, args: Any, parts: Any, max_queries: int) -> None:
+    hopper = _hopper("_latent_hopper") if args.queries.is_cuda and args.values is None else None
+    if hopper is None or not hopper.can_decode(
+        args.queries, args.keys, args.scale, args.softcap, args.window
+    ):
+        fused.decode(args, parts, max_queries)
+        return
+    hopper.decode(
+        args.queries, args.keys, args.out, args.table, args.starts, args.runs, args.tasks, args.page,
+        args.scale, max_queries, args.sinks, *(parts or ()),
+    )  # fmt: skip
+
+
+def _extend(fused: ModuleType, args: Any, parts: Any, num_parts: int) -> None:
+    hopper = _hopper("_extend_hopper") if args.queries.is_cuda else None
+    if hopper is None or not hopper.can_extend(
+        args.queries, args.keys, args.values, args.page, args.scale, args.softcap
+    ):
+        fused.extend(args, parts, DECODE_QUERIES, num_parts)
+        return
+    hopper.extend(
+        args.queries, args.keys, args.values, args.out, args.table, args.lengths, args.starts, args.page,
+        args.scale, args.window, args.sinks, args.splits, num_parts, *(parts or (None, None)), DECODE_QUERIES,
+    )  # fmt: skip

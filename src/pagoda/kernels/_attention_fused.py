@@ -1,293 +1,49 @@
-"""Attention over pages in Triton: `decode` computes a work list, `extend` tiles of queries, `merge` their parts.
+"""Attention over pages in Triton: `decode` by a work list, `extend` by tiles of queries, `merge` of parts.
 
-In: queries, the pool of a layer, a batch; out: outputs. A tile has C.rows rows, which are pairs (query, head)
-of one KV head, so that grouped heads read a key once, and C.keys keys. A program that reads only a part of a
-row's keys leaves a normalised result and its log-sum-exp; `merge` combines the parts in their order. Logits
-are powers of two: the scales contain log2(e). Vectors are read in two pieces: those of fp8 pools as their even
-and odd numbers, pairs of which are read as uint16; others as a power of two of numbers, and the rest. Offsets
-into pools are 64-bit.
+In: queries, the pool of a layer, a batch; out: outputs. A program that reads only a part of a row's keys
+leaves a normalised result and its log-sum-exp; `merge` combines the parts in their order, so results do not
+depend on which program ends first.
 """
 
 # Kernels are written in Triton's language, which mypy cannot type.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False
 # mypy: disallow-incomplete-defs=False, disallow-untyped-calls=False
-# ruff: noqa: RET505 (Triton compiles what follows a return)
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from pagoda.kernels._casts_fused import from_fp8, is_spelled, narrow, readable, wide
+from pagoda.kernels._attention_tile_fused import (
+    LOG2E,
+    LOWEST,
+    Constants,
+    block,
+    finish,
+    inverse,
+    put,
+    queries_of,
+    with_sink,
+)
+from pagoda.kernels._casts_fused import is_spelled, narrow, readable
 from pagoda.kernels._launch import Launch
 
 __all__ = ["Arguments", "Parts", "decode", "extend", "merge"]
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LOWEST = tl.constexpr(-1e38)  # below every logit, and finite: −inf − −inf would be NaN
-
-
-@dataclass(frozen=True)
-class Constants:
-    """What a kernel knows at compile time. One variant per distinct value."""
-
-    rows: int  # pairs of a query and a head in a tile
-    keys: int  # keys in a tile
-    kv_heads: int
-    group: int  # query heads per KV head
-    k_dim: int  # elements of a key; in fp8 pools an element is a pair of numbers
-    k_first: int  # elements of its first piece, a power of two
-    k_rest: int  # elements of its second piece, padded to a power of two; 0 if there is none
-    v_dim: int
-    v_first: int
-    v_rest: int
-    v_stride: int  # elements from one value to the next
-    page: int  # tokens
-    fp8: int  # mantissa bits of an fp8 pool; 0 for other pools
-    is_latent: bool  # a value is the first piece of its key
-    is_scaled: bool  # queries are cast to a type with a smaller range
-    has_window: bool
-    has_sinks: bool
-    has_softcap: bool
-    is_spelled: bool  # casts from fp8 are spelled out in integers
-    has_bits: bool  # bfloat16 is read and written as its bits
-    q_token: int  # strides
-    q_head: int
-    out_token: int
-    out_head: int
-
-    @property
-    def step(self) -> int:
-        """Numbers per element."""
-        return 2 if self.fp8 else 1
-
-
-# ── reading and writing vectors ─────────────────────────────────────────────────────────────────────
-
-
-@triton.jit
-def _take(
-    base, at, is_in, FIRST: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, IS_MASKED: tl.constexpr
-):  # fmt: skip
-    """Load elements FIRST, … of the vectors at some offsets: [n, WIDTH]. What does not exist is 0."""
-    d = FIRST + tl.arange(0, WIDTH)
-    where = base + at[:, None] + d[None, :]
-    if FIRST + WIDTH > DIM:
-        if IS_MASKED:
-            return tl.load(where, mask=is_in[:, None] & (d < DIM)[None, :], other=0)
-        else:
-            return tl.load(where, mask=(d < DIM)[None, :], other=0)
-    elif IS_MASKED:
-        return tl.load(where, mask=is_in[:, None], other=0)
-    else:
-        return tl.load(where)
-
-
-@triton.jit
-def _put(base, at, x1, x2, is_row, C: tl.constexpr):
-    """Store vectors of v_dim elements in two pieces at some offsets, as numbers."""
-    STEP: tl.constexpr = C.step
-    SECOND: tl.constexpr = 1 if C.fp8 else C.v_first
-    d = tl.arange(0, C.v_first) * STEP
-    kind: tl.constexpr = base.dtype.element_ty
-    is_there = is_row[:, None] & (d < C.v_dim * STEP)[None, :]
-    tl.store(base + at[:, None] + d[None, :], narrow(x1, kind, C.has_bits), mask=is_there)
-    if C.v_rest:
-        d = tl.arange(0, C.v_rest) * STEP + SECOND
-        is_there = is_row[:, None] & (d < C.v_dim * STEP)[None, :]
-        tl.store(base + at[:, None] + d[None, :], narrow(x2, kind, C.has_bits), mask=is_there)
-
-
-@triton.jit
-def _cast(x, KIND: tl.constexpr, C: tl.constexpr):
-    """Cast numbers to the type in which tiles are multiplied."""
-    if C.has_bits:
-        return wide(x, True).to(KIND)
-    else:
-        return x.to(KIND)
-
-
-@triton.jit
-def _unpacked(pairs, KIND: tl.constexpr, C: tl.constexpr):
-    """Return the low and the high fp8 numbers of uint16."""
-    if C.is_spelled:
-        if C.fp8 == 3:
-            low = from_fp8((pairs & 0xFF).to(tl.uint8), True)
-            high = from_fp8((pairs >> 8).to(tl.uint8), True)
-        else:  # e5m2 is the upper half of float16
-            low = (pairs << 8).to(tl.float16, bitcast=True)
-            high = (pairs & 0xFF00).to(tl.float16, bitcast=True)
-    else:
-        if C.fp8 == 3:
-            both = tl.inline_asm_elementwise(
-                "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", [pairs], dtype=tl.uint32, is_pure=True, pack=1
-            )
-        else:
-            both = tl.inline_asm_elementwise(
-                "cvt.rn.f16x2.e5m2x2 $0, $1;", "=r,h", [pairs], dtype=tl.uint32, is_pure=True, pack=1
-            )
-        low = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-        high = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-    return low.to(KIND), high.to(KIND)
-
-
-@triton.jit
-def _queries(q, first, query, which, is_row, KIND: tl.constexpr, C: tl.constexpr):
-    """Load the queries of a tile in two pieces, and the power of two by which each was divided."""
-    at = (first + query).to(tl.int64) * C.q_token + which * C.q_head
-    if C.fp8:
-        d = tl.arange(0, C.k_first) * 2
-        where = q + at[:, None] + d[None, :]
-        is_there = is_row[:, None] & (d < C.k_dim * 2)[None, :]
-        q1 = tl.load(where, mask=is_there, other=0)
-        q2 = tl.load(where + 1, mask=is_there, other=0)
-    else:
-        q1 = _take(q, at, is_row, 0, C.k_dim, C.k_first, True)
-        q2 = q1
-        if C.k_rest:
-            q2 = _take(q, at, is_row, C.k_first, C.k_dim, C.k_rest, True)
-    power = tl.full([C.rows], 1.0, tl.float32)
-    if C.is_scaled:
-        # At or below the largest number, so that all quotients are in the range of the type.
-        q1, q2 = q1.to(tl.float32), q2.to(tl.float32)
-        largest = tl.maximum(tl.max(tl.abs(q1), 1), tl.max(tl.abs(q2), 1))
-        power = (largest.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        power = tl.maximum(power, 1e-30)
-        q1, q2 = q1 / power[:, None], q2 / power[:, None]
-        return q1.to(KIND), q2.to(KIND), power
-    else:
-        return _cast(q1, KIND, C), _cast(q2, KIND, C), power
-
-
-# ── attention of one tile ───────────────────────────────────────────────────────────────────────────
-
-
-@triton.jit
-def _capped(x, softcap):
-    """softcap * tanh(x / softcap), softcap > 0."""
-    small = tl.exp2(tl.abs(x) * (-2.0 * _LOG2E / softcap))
-    y = softcap * (1.0 - small) / (1.0 + small)
-    return tl.where(x < 0, -y, y)
-
-
-@triton.jit
-def _block(
-    q1, q2, top, total, acc1, acc2, start, end, at_row, table, k, v, factor, softcap, window,
-    IS_MASKED: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Attend to the keys start, …, start + C.keys − 1; if IS_MASKED, to those before `end` that a row reads.
-
-    top, total, acc1, acc2: [rows] and [rows, …], the largest logit so far, and the sums of weights and of
-    weighted values relative to it.
-    """
-    KIND: tl.constexpr = q1.dtype
-    at = start + tl.arange(0, C.keys)
-    is_in = at < end
-    if IS_MASKED:  # noqa: SIM108
-        page = tl.load(table + at // C.page, mask=is_in, other=0)
-    else:
-        page = tl.load(table + at // C.page)
-    slot = (page * C.page + at % C.page).to(tl.int64)
-    from_k = slot * (C.kv_heads * C.k_dim)
-    from_v = slot * (C.kv_heads * C.v_stride)
-    k1 = _take(k, from_k, is_in, 0, C.k_dim, C.k_first, IS_MASKED)
-    if C.fp8:
-        k1, k2 = _unpacked(k1, KIND, C)
-        x = tl.dot(q1, tl.trans(k1), input_precision="ieee")
-        x = tl.dot(q2, tl.trans(k2), x, input_precision="ieee")
-    else:
-        k1 = _cast(k1, KIND, C)
-        x = tl.dot(q1, tl.trans(k1), input_precision="ieee")
-        if C.k_rest:
-            k2 = _take(k, from_k, is_in, C.k_first, C.k_dim, C.k_rest, IS_MASKED)
-            x = tl.dot(q2, tl.trans(_cast(k2, KIND, C)), x, input_precision="ieee")
-    if C.has_softcap:
-        x = _capped(x * factor[:, None], softcap) * _LOG2E
-    elif IS_MASKED:
-        x = x * factor[:, None]
-    if IS_MASKED:
-        is_read = is_in[None, :] & (at[None, :] <= at_row[:, None])
-        if C.has_window:
-            is_read = is_read & (at[None, :] > at_row[:, None] - window)
-        x = tl.where(is_read, x, float("-inf"))
-    if IS_MASKED or C.has_softcap:
-        new = tl.maximum(top, tl.max(x, 1))
-        p = tl.exp2(x - new[:, None])
-    else:  # one multiply-add per logit
-        new = tl.maximum(top, tl.max(x, 1) * factor)
-        p = tl.exp2(x * factor[:, None] - new[:, None])
-    alpha = tl.exp2(top - new)
-    total = total * alpha + tl.sum(p, 1)
-    p = p.to(KIND)
-    acc1 = acc1 * alpha[:, None]
-    if C.v_rest:
-        acc2 = acc2 * alpha[:, None]
-    if C.is_latent:
-        acc1 = tl.dot(p, k1, acc1, input_precision="ieee")
-    else:
-        v1 = _take(v, from_v, is_in, 0, C.v_dim, C.v_first, IS_MASKED)
-        if C.fp8:
-            v1, v2 = _unpacked(v1, KIND, C)
-            acc1 = tl.dot(p, v1, acc1, input_precision="ieee")
-            acc2 = tl.dot(p, v2, acc2, input_precision="ieee")
-        else:
-            acc1 = tl.dot(p, _cast(v1, KIND, C), acc1, input_precision="ieee")
-            if C.v_rest:
-                v2 = _take(v, from_v, is_in, C.v_first, C.v_dim, C.v_rest, IS_MASKED)
-                acc2 = tl.dot(p, _cast(v2, KIND, C), acc2, input_precision="ieee")
-    return new, total, acc1, acc2
-
-
-@triton.jit
-def _inverse(total):
-    """1 / total, and 0 for nothing."""
-    return tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
-
-
-@triton.jit
-def _with_sink(sinks, which, is_row, top, total):
-    """Return the sum of weights with the learnt logit of each head, and what the other weights are scaled by."""
-    sink = tl.load(sinks + which, mask=is_row, other=0.0).to(tl.float32) * _LOG2E
-    new = tl.maximum(top, sink)
-    return total * tl.exp2(top - new) + tl.exp2(sink - new), tl.exp2(top - new)
-
-
-@triton.jit
-def _finish(
-    top, total, acc1, acc2, part, first, query, which, is_row, out, parts, lses, sinks, v_scale,
-    C: tl.constexpr,
-):  # fmt: skip
-    """Write the outputs of a tile, or a partial result and its log-sum-exp."""
-    if part < 0:
-        if C.has_sinks:
-            total, kept = _with_sink(sinks, which, is_row, top, total)
-            inverse = v_scale * kept * _inverse(total)
-        else:
-            inverse = v_scale * _inverse(total)
-        to = (first + query).to(tl.int64) * C.out_token + which * C.out_head
-        _put(out, to, acc1 * inverse[:, None], acc2 * inverse[:, None], is_row, C)
-    else:
-        inverse = _inverse(total)
-        at = (part + query).to(tl.int64) * (C.kv_heads * C.group) + which
-        _put(parts, at * (C.v_dim * C.step), acc1 * inverse[:, None], acc2 * inverse[:, None], is_row, C)
-        lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
-        tl.store(lses + at, lse, mask=is_row)
-
 
 # ── kernels ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit(do_not_specialize=["width", "window", "num_rows", "num_queries"])
 def _decode(
-    q, k, v, out, parts, lses, sinks, table, width, runs, tasks, starts, num_rows, num_queries, scale, softcap,
-    window, v_scale, KIND: tl.constexpr, C: tl.constexpr,
+    q, k, v, out, parts, lses, sinks, table, width, runs, tasks, starts, num_rows, num_queries, scale,
+    softcap, window, v_scale, KIND: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    head, block, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, number, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     k += head * C.k_dim
     v += head * C.v_stride
     task = tasks + tl.load(runs + program) * 8
@@ -300,37 +56,37 @@ def _decode(
         next_begin, next_end, next_row = tl.load(task), tl.load(task + 1), tl.load(task + 2)
         next_part, next_first = tl.load(task + 3), tl.load(task + 4)
         next_count, next_length = tl.load(task + 5), tl.load(task + 6)
-        if block * C.rows < count * C.group:
-            pair = block * C.rows + tl.arange(0, C.rows)
+        if number * C.rows < count * C.group:
+            pair = number * C.rows + tl.arange(0, C.rows)
             query, which = pair // C.group, head * C.group + pair % C.group
             is_row = query < count
             at_row = tl.where(is_row, length - count + query, -1)
-            q1, q2, power = _queries(q, first, query, which, is_row, KIND, C)
+            q1, q2, power = queries_of(q, first, query, which, is_row, KIND, C)
             factor = power * scale
-            top = tl.full([C.rows], _LOWEST, tl.float32)
+            top = tl.full([C.rows], LOWEST, tl.float32)
             total = tl.full([C.rows], 0.0, tl.float32)
             acc1 = tl.full([C.rows, C.v_first], 0.0, tl.float32)
             acc2 = tl.full([C.rows, C.v_rest if C.v_rest else 16], 0.0, tl.float32)
             own = table + row.to(tl.int64) * width
             # From 0: Triton 3.6 takes a lower bound that the outer loop changes for a constant.
             for start in range(0, end - begin, C.keys):
-                top, total, acc1, acc2 = _block(
-                    q1, q2, top, total, acc1, acc2, begin + start, end, at_row, own, k, v, factor, softcap,
-                    window, True, C,
+                top, total, acc1, acc2 = block(
+                    q1, q2, top, total, acc1, acc2, begin + start, begin, end, at_row, own, k, v, factor,
+                    softcap, window, True, C,
                 )  # fmt: skip
-            _finish(
+            finish(
                 top, total, acc1, acc2, part, first, query, which, is_row, out, parts, lses, sinks, v_scale, C
             )
         begin, end, row, part = next_begin, next_end, next_row, next_part
         first, count, length = next_first, next_count, next_length
-    if block == 0:  # padding gets 0
+    if number == 0:  # padding gets 0
         pair = tl.arange(0, C.rows)
         none = tl.full([C.rows, C.v_first], 0.0, tl.float32)
         other = tl.full([C.rows, C.v_rest if C.v_rest else 16], 0.0, tl.float32)
         for token in range(tl.load(starts + num_rows) + program, num_queries, tl.num_programs(2)):
             for of in range(0, C.group, C.rows):
                 to = (pair * 0 + token).to(tl.int64) * C.out_token + (head * C.group + of + pair) * C.out_head
-                _put(out, to, none, other, of + pair < C.group, C)
+                put(out, to, none, other, of + pair < C.group, C)
 
 
 @triton.jit(do_not_specialize=["width", "window", "num_rows"])
@@ -338,7 +94,7 @@ def _extend(
     q, k, v, out, parts, lses, sinks, table, width, lengths, starts, num_rows, splits, scale, softcap, window,
     v_scale, SKIPPED: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    # Tiles of row r begin at number starts[r] * group // rows + r. The last ones, which read most, come first.
+    # Tiles of row r begin at number starts[r] * group // rows + r. The last ones read most: they come first.
     head, piece = tl.program_id(0), tl.program_id(2)
     k += head * C.k_dim
     v += head * C.v_stride
@@ -361,19 +117,20 @@ def _extend(
         query, which = pair // C.group, head * C.group + pair % C.group
         is_row = query < count
         at_row = tl.where(is_row, length - count + query, -1)
-        q1, q2, power = _queries(q, first, query, which, is_row, KIND, C)
+        q1, q2, power = queries_of(q, first, query, which, is_row, KIND, C)
         factor = power * scale
-        top = tl.full([C.rows], _LOWEST, tl.float32)
+        top = tl.full([C.rows], LOWEST, tl.float32)
         total = tl.full([C.rows], 0.0, tl.float32)
         acc1 = tl.full([C.rows, C.v_first], 0.0, tl.float32)
         acc2 = tl.full([C.rows, C.v_rest if C.v_rest else 16], 0.0, tl.float32)
         own = table + row * width.to(tl.int64)
-        # The first and the last position of the tile; its queries read [low, high), this program a part of it.
+        # The first and the last position of the tile. Its queries read [low, high), a program a part of it.
         lowest = length - count + tile * C.rows // C.group
         highest = tl.minimum(length - count + (tile * C.rows + C.rows - 1) // C.group, length - 1)
-        low = 0
+        from_key = 0
         if C.has_window:
-            low = tl.maximum(lowest - window + 1, 0) // C.keys * C.keys
+            from_key = tl.maximum(lowest - window + 1, 0)
+        low = from_key // C.keys * C.keys
         high = highest + 1
         per_part = tl.cdiv(tl.cdiv(high - low, C.keys), num_parts) * C.keys
         low += piece * per_part
@@ -384,25 +141,23 @@ def _extend(
             whole = tl.cdiv(tl.maximum(highest - window + 1, 0), C.keys) * C.keys
             inner = tl.minimum(tl.maximum(low, whole), high)
             for start in range(low, inner, C.keys):
-                top, total, acc1, acc2 = _block(
-                    q1, q2, top, total, acc1, acc2, start, length, at_row, own, k, v, factor, softcap, window,
-                    True, C,
+                top, total, acc1, acc2 = block(
+                    q1, q2, top, total, acc1, acc2, start, from_key, length, at_row, own, k, v, factor,
+                    softcap, window, True, C,
                 )  # fmt: skip
         outer = tl.maximum(tl.minimum((lowest + 1) // C.keys * C.keys, high // C.keys * C.keys), inner)
         for start in range(inner, outer, C.keys):
-            top, total, acc1, acc2 = _block(
-                q1, q2, top, total, acc1, acc2, start, length, at_row, own, k, v, factor, softcap, window, False,
-                C,
+            top, total, acc1, acc2 = block(
+                q1, q2, top, total, acc1, acc2, start, from_key, length, at_row, own, k, v, factor,
+                softcap, window, False, C,
             )  # fmt: skip
         for start in range(outer, high, C.keys):
-            top, total, acc1, acc2 = _block(
-                q1, q2, top, total, acc1, acc2, start, length, at_row, own, k, v, factor, softcap, window, True,
-                C,
+            top, total, acc1, acc2 = block(
+                q1, q2, top, total, acc1, acc2, start, from_key, length, at_row, own, k, v, factor,
+                softcap, window, True, C,
             )  # fmt: skip
         part = tl.where(num_parts > 1, first_part + piece * count, -1)
-        _finish(
-            top, total, acc1, acc2, part, first, query, which, is_row, out, parts, lses, sinks, v_scale, C
-        )
+        finish(top, total, acc1, acc2, part, first, query, which, is_row, out, parts, lses, sinks, v_scale, C)
 
 
 @triton.jit
@@ -414,7 +169,7 @@ def _merge_one(
     DIM: tl.constexpr = C.v_dim * C.step
     which = tl.program_id(1)
     d = tl.arange(0, WIDTH)
-    top = tl.full([1], _LOWEST, tl.float32)
+    top = tl.full([1], LOWEST, tl.float32)
     total = tl.full([1], 0.0, tl.float32)
     acc = tl.full([WIDTH], 0.0, tl.float32)
     for start in range(0, num_parts, BLOCK):
@@ -431,12 +186,12 @@ def _merge_one(
         top = new
     if C.has_sinks:
         which_ = which + tl.arange(0, 1)
-        total, kept = _with_sink(sinks, which_, which_ >= 0, top, total)
-        inverse = v_scale * kept * _inverse(total)
+        total, kept = with_sink(sinks, which_, which_ >= 0, top, total)
+        factor = v_scale * kept * inverse(total)
     else:
-        inverse = v_scale * _inverse(total)
+        factor = v_scale * inverse(total)
     to = out + token.to(tl.int64) * C.out_token + which * C.out_head + d
-    tl.store(to, narrow(acc * inverse, out.dtype.element_ty, C.has_bits), mask=d < DIM)
+    tl.store(to, narrow(acc * factor, out.dtype.element_ty, C.has_bits), mask=d < DIM)
 
 
 @triton.jit(do_not_specialize=[])
@@ -452,8 +207,8 @@ def _merge_runs(
         if num_parts > 1:
             for query in range(count):
                 _merge_one(
-                    first + query, part + query, count, num_parts, parts, lses, out, sinks, v_scale, BLOCK, WIDTH,
-                    C,
+                    first + query, part + query, count, num_parts, parts, lses, out, sinks, v_scale,
+                    BLOCK, WIDTH, C,
                 )  # fmt: skip
 
 
@@ -620,7 +375,7 @@ def _tensors(call: Arguments, parts: Parts | None, C: Constants) -> tuple[torch.
 def _scales(call: Arguments) -> tuple[float, float, int, float]:
     scale = call.scale * call.k_scale
     if not call.softcap:
-        scale *= _LOG2E.value
+        scale *= LOG2E.value
     return scale, call.softcap, call.window, call.v_scale
 
 
@@ -684,8 +439,8 @@ def extend(call: Arguments, parts: Parts | None, skipped: int, num_parts: int) -
     C = replace(C, rows=tiling.rows, keys=tiling.keys)
     grid = (C.kv_heads, call.queries.shape[0] * C.group // C.rows + call.num_rows, num_parts)
     args = (
-        *_tensors(call, parts, C), call.table.stride(0), call.lengths, call.starts, call.num_rows, call.splits,
-        *_scales(call),
+        *_tensors(call, parts, C), call.table.stride(0), call.lengths, call.starts, call.num_rows,
+        call.splits, *_scales(call),
     )  # fmt: skip
     _run(_extend, tiling, grid, args, skipped, kind, C)
 
@@ -696,13 +451,14 @@ def merge(call: Arguments, parts: Parts, skipped: int, has_extends: bool) -> Non
     tensors = (parts.results, parts.lses, readable(call.out, C.has_bits))
     sinks = call.lengths if call.sinks is None else call.sinks
     heads, width = C.kv_heads * C.group, triton.next_power_of_2(call.out.shape[2])
-    tiling, block = Tiling(1, 1, 4, 1), min(64, 16384 // width)
+    tiling, at_once = Tiling(1, 1, 4, 1), min(64, 16384 // width)
     _run(
         _merge_runs, tiling, (call.runs.shape[0] - 1, heads, 1),
-        (*tensors, sinks, call.runs, call.tasks, call.v_scale), block, width, C,
+        (*tensors, sinks, call.runs, call.tasks, call.v_scale), at_once, width, C,
     )  # fmt: skip
     if has_extends:
         _run(
             _merge_tokens, tiling, (min(call.queries.shape[0], call.indices.shape[0]), heads, 1),
-            (*tensors, sinks, call.splits, call.starts, call.indices, call.v_scale), skipped, block, width, C,
+            (*tensors, sinks, call.splits, call.starts, call.indices, call.v_scale), skipped, at_once,
+            width, C,
         )  # fmt: skip

@@ -269,8 +269,8 @@ def _fill(
             first = (program - padded_rows * num_blocks - tl.cdiv(padded_tokens, BLOCK)) * BLOCK
             if (target > 0) & (first < padded_rows + target + 1):
                 _fill_work(
-                    first, packed + work_at, lengths, starts, num_rows, padded_rows, target, runs, tasks, splits,
-                    BLOCK,
+                    first, packed + work_at, lengths, starts, num_rows, padded_rows, target, runs, tasks,
+                    splits, BLOCK,
                 )  # fmt: skip
 
 

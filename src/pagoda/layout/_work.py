@@ -11,9 +11,8 @@ from pagoda.layout._numbers import count
 __all__ = ["WORKERS", "work_target"]
 
 WORKERS = 528  # programs that a device runs at once: four for each of the 132 multiprocessors of an H200
-LATENT_HEADS = (
-    4  # latents count as so many KV heads: their programs are larger, and two serve 128 query heads
-)
+# Latents count as so many KV heads: their programs are larger, and two serve 128 query heads.
+LATENT_HEADS = 4
 
 
 def work_target(group: PagedGroup, workers: int) -> int:

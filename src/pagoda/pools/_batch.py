@@ -30,8 +30,9 @@ Array = TypeVar("Array", torch.Tensor, npt.NDArray[Any])
 
 
 class Declared(NamedTuple):
-    """A buffer. `length`: it has one element per row, token, page index or segment of the batch, and `extra`
-    more; with `columns`, an element is a row of so many numbers, and with `wide` one of the page table."""
+    """A buffer. `length`: it has one element per row, token, page index, run, task or split of the batch, and
+    `extra` more; with `columns`, an element is a row of so many numbers, and with `wide` one of the page
+    table."""
 
     length: str
     dtype: torch.dtype
@@ -115,12 +116,12 @@ class Work(NamedTuple, Generic[Array]):
 
     ::
 
-        runs    [target + 1] int32     program p computes tasks runs[p], …, runs[p + 1] − 1
-        tasks   [rows + target, 8]     a segment each: its first key, the end of its keys, the index of its row,
-                int32                  its first part or −1; the row's first token in the step, its tokens in
-                                       the step, its length; the row's number of parts if this is the first of
-                                       several, else 0
-        splits  [rows, 2] int32        number of parts of each row, and its first part, or −1 if it is not split
+        runs    [target + 1] int32        program p computes tasks runs[p], …, runs[p + 1] − 1
+        tasks   [rows + target, 8] int32  one per segment: first key, end of the keys, index of the row in the
+                                          batch, first part or −1; of the row: first token in the step, tokens
+                                          in the step, length; number of its parts if this is the first of
+                                          several, else 0
+        splits  [rows, 2] int32           number of parts of each row, and the first; −1 if it is not split
     """
 
     runs: Array
