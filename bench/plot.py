@@ -48,9 +48,12 @@ def results(name: str) -> list[Row]:
 
 def main() -> None:
     mpl.rcParams.update(STYLE)
-    tree, manager = results("tree"), results("manager")
-    if not tree and not manager:
-        raise SystemExit("bench.plot: no results; run `python -m bench tree manager` first")
+    tree, manager, attention = results("tree"), results("manager"), results("attention-sweep")
+    if not tree and not manager and not attention:
+        raise SystemExit(
+            "bench.plot: no results; run `python -m bench tree manager` first, or "
+            "`python -m bench attention --sweep` on a machine with a GPU"
+        )
     PLOTS.mkdir(parents=True, exist_ok=True)
     if tree:
         by_leaves(
@@ -64,6 +67,8 @@ def main() -> None:
             [row for row in results("blocks") if row["impl"].startswith("vllm") and "decode" in row],
         )
         by_context([row for row in manager if row["figure"] == "length"])
+    if attention:
+        by_decode(attention)
 
 
 def by_leaves(rows: list[Row], peers: list[Row]) -> None:
@@ -114,14 +119,33 @@ def by_context(rows: list[Row]) -> None:
     _write(figure, axes, "manager-context")
 
 
+def by_decode(rows: list[Row]) -> None:
+    title = "Bandwidth of decode attention (8 KV heads × 128, bfloat16, pages of 16, shuffled)"
+    figure, axes = _axes("tokens of context", title, "TB/s of keys and values", "linear")
+    for batch, colour in zip(sorted({row["rows"] for row in rows}), COLOURS, strict=False):
+        here = [row for row in rows if row["rows"] == batch]
+        name = "1 row" if batch == 1 else f"{batch} rows"
+        for column, line, label in (
+            ("ours TB/s", "o-", name),
+            ("cuDNN TB/s", "o--", f"{name}, SDPA (cuDNN) on contiguous tensors"),
+        ):
+            points = [(row["context"], row[column]) for row in here if isinstance(row[column], float)]
+            if points:
+                axes.plot(*zip(*points, strict=True), line, color=colour, label=label)
+    axes.axhline(rows[0]["copy TB/s"], linestyle=":", color=GREY, label="limit: a device copy")
+    axes.set_xticks(sorted({row["context"] for row in rows}))
+    axes.set_ylim(bottom=0)
+    _write(figure, axes, "attention-decode")
+
+
 def _groups(n: int) -> str:
     return "1 group" if n == 1 else f"{n} groups"
 
 
-def _axes(across: str, title: str) -> tuple[Figure, Axes]:
+def _axes(across: str, title: str, up: str = "µs, median", scale: str = "log") -> tuple[Figure, Axes]:
     figure = Figure(figsize=(7.2, 4.2))
     axes = figure.subplots()
-    axes.set(xscale="log", yscale="log", xlabel=across, ylabel="µs, median")
+    axes.set(xscale="log", yscale=scale, xlabel=across, ylabel=up)
     axes.set_title(title, fontsize=11, color=GREY)
     axes.grid(True, which="major")
     axes.minorticks_off()

@@ -60,6 +60,14 @@ int64_t WorkLists::make_group(const WorkGroup& group, Ids lengths, Ids counts, i
     }
   }
   const int64_t quota = std::max(kMinQuota, ceil_div(total, group.target)), slack = quota / kSlack;
+  // Rows share no program where there are enough of them: short rows then run at once.
+  int64_t num_alone = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    if (counts[i] < 1 || counts[i] > kDecodeQueries) continue;
+    const int64_t span = lengths[i] - span_begin(lengths[i], counts[i], group.window);
+    num_alone += std::max<int64_t>(1, ceil_div(span - slack, quota));
+  }
+  const bool is_alone = num_alone <= group.target;
   const int64_t extend_parts = tiles > 0 ? std::min(kExtendParts, std::max<int64_t>(1, group.target / tiles)) : 1;
 
   // Members, splits and runs are made behind the longest list of segments, from where they are moved.
@@ -93,7 +101,7 @@ int64_t WorkLists::make_group(const WorkGroup& group, Ids lengths, Ids counts, i
         ++num_segments;
         load += to - from;
         from = to;
-        if (load >= quota) {
+        if (load >= quota || (is_alone && from == length)) {
           runs[++num_runs] = static_cast<int32_t>(num_segments);
           load = 0;
         }
@@ -105,7 +113,8 @@ int64_t WorkLists::make_group(const WorkGroup& group, Ids lengths, Ids counts, i
     splits[2 * i + 1] = static_cast<int32_t>(parts > 1 ? num_parts : -1);
     if (parts > 1) num_parts += parts * count;
   }
-  // Every run so far has at least `quota` keys, so there are no more than `target` of them.
+  // Shared runs have at least `quota` keys each, but for the last, so there are no more than `target`. A row alone has
+  // a run for each `quota` keys, and one for more than `slack` that are left.
   while (num_runs < group.target) runs[++num_runs] = static_cast<int32_t>(num_segments);
 
   const int64_t members_at = begin + 4 * num_segments, splits_at = members_at + 2 * num_segments;

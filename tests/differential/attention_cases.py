@@ -27,6 +27,7 @@ __all__ = [
 
 Attend = Callable[[Call], None]
 K_SCALE, V_SCALE = 0.25, 0.5  # of fp8 pools
+WORKERS = 264 if torch.cuda.is_available() else 16  # the interpreter takes milliseconds for each
 GUARD = 77.0  # what lies between the outputs of a strided `out`
 
 
@@ -81,7 +82,8 @@ class Case:
         num_rows, num_tokens = len(rows) + 2, sum(count for _, count in rows)
         self.pools = Pools(
             layout, {group.name: num_pages}, num_rows=num_rows, max_tokens=most * page, device=device,
-            max_step_tokens=num_tokens + 3, kernel_page_tokens={group.name: kernel_page or page}, **scales,
+            max_step_tokens=num_tokens + 3, kernel_page_tokens={group.name: kernel_page or page},
+            workers=WORKERS, **scales,
         )  # fmt: skip
         self.layer, self.pool = self.pools.layer(0), self.pools[group.name]
         for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):

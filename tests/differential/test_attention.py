@@ -92,7 +92,8 @@ def test_rows_are_split_or_not_as_the_variants_say():
     assert parts["split"][-1] == 1
     assert parts["long"][0] > 1, "an extend row of several parts"
     assert parts["long"][1] > 1, "a decode row"
-    assert max(parts["decode"]) == max(parts["extend"]) == 1
+    assert parts["decode"].count(1) > 4, "rows of one part"
+    assert max(parts["extend"]) == 1
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)

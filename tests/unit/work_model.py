@@ -36,6 +36,7 @@ def work_model(lengths: Sequence[int], counts: Sequence[int], window: int | None
     decode = [i for i, count in enumerate(counts) if 1 <= count <= DECODE_QUERIES]
     tiles = sum(-(-count // TILE) for count in counts if count > DECODE_QUERIES)
     quota = max(256, math.ceil(sum(len(spans[i]) for i in decode) / target))
+    alone = sum(max(1, math.ceil((len(spans[i]) - quota // 16) / quota)) for i in decode)
     programs: list[list[tuple[int, range]]] = [[]]  # the keys of rows that each program reads
     for i in decode:
         keys = spans[i]
@@ -47,7 +48,7 @@ def work_model(lengths: Sequence[int], counts: Sequence[int], window: int | None
                 cut = min(len(keys), math.ceil((keys.start + room) / 64) * 64 - keys.start)
             programs[-1].append((i, keys[:cut]))
             keys = keys[cut:]
-            if sum(len(read) for _, read in programs[-1]) >= quota:
+            if sum(len(read) for _, read in programs[-1]) >= quota or (alone <= target and not keys):
                 programs.append([])
     programs += [[]] * (target - len(programs))
     pieces = [piece for program in programs for piece in program]
@@ -74,7 +75,8 @@ def work_model(lengths: Sequence[int], counts: Sequence[int], window: int | None
 
 
 def require_even(model: Model, target: int) -> None:
-    """Every program reads about as many keys as the others; only the last one with keys may have fewer."""
+    """No program reads many more keys than the others, and only the last one, or the last of a row that
+    shares its programs with no other, may have fewer."""
     assert len(model.runs) == target + 1
     assert (model.runs[0], model.runs[-1]) == (0, len(model.segments))
     keys = [
@@ -84,7 +86,12 @@ def require_even(model: Model, target: int) -> None:
     quota = max(256, -(-sum(keys) // target))
     busy = [n for n in keys if n]
     assert keys == busy + [0] * (target - len(busy))
-    assert all(n >= quota for n in busy[:-1])
+    rows = [{model.members[s][0] for s in range(*run)} for run in pairwise(model.runs)][: len(busy)]
+    shares = any(len(of) > 1 for of in rows)
+    assert all(n >= quota or not shares for n in busy[:-1])
+    assert shares or all(
+        n >= quota for n, one, other in zip(busy, rows, rows[1:], strict=False) if one == other
+    )
     assert all(n <= quota + max(quota // 16, 63) for n in busy)
 
 

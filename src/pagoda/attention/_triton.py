@@ -87,8 +87,8 @@ def _decode(fused: ModuleType, args: Any, parts: Any, max_queries: int) -> None:
         fused.decode(args, parts, max_queries)
         return
     hopper.decode(
-        args.queries, args.keys, args.out, args.table, args.starts, args.runs, args.tasks, args.page, args.scale,
-        max_queries, args.sinks, *(parts or ()),
+        args.queries, args.keys, args.out, args.table, args.starts, args.runs, args.tasks, args.page,
+        args.scale, max_queries, args.sinks, *(parts or ()),
     )  # fmt: skip
 
 

@@ -322,8 +322,8 @@ def _zero_padding(out, first, num_queries, num_tasks, out_token, out_head, C: gl
     d = gl.arange(0, _V_DIM, gl.SliceLayout(0, _LOAD))
     none = gl.full([_ROWS, _V_DIM], 0.0, out.dtype.element_ty, _LOAD)
     for token in range(first + gl.program_id(2) - num_tasks, num_queries, gl.num_programs(2) - num_tasks):
-        to = out + token.to(gl.int64) * out_token + (which * out_head)[:, None] + d[None, :]
-        gl.store(to, none, mask=(which < C.group)[:, None])
+        at = (which * 0 + token).to(gl.int64) * out_token + which * out_head
+        gl.store(out + at[:, None] + d[None, :], none, mask=(which < C.group)[:, None])
 
 
 @gluon.jit
