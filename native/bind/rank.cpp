@@ -71,9 +71,9 @@ T* at(const nb::list& addresses, size_t i) {
 void fill(const Rank& self, nb::handle packed, int64_t num_rows, int64_t num_tokens, const nb::list& addresses) {
   IdArray array(packed, "packed");
   const BatchBuffers shared{at<int32_t>(addresses, 0), at<int32_t>(addresses, 1), at<int32_t>(addresses, 2),
-                            at<int64_t>(addresses, 3), at<int32_t>(addresses, 4)};
+                            at<int64_t>(addresses, 3), at<int32_t>(addresses, 4), at<int32_t>(addresses, 5)};
   std::vector<GroupBuffers> groups;
-  for (size_t i = 5; i < addresses.size(); i += 9) {
+  for (size_t i = 6; i < addresses.size(); i += 9) {
     groups.push_back({at<int64_t>(addresses, i), at<int32_t>(addresses, i + 1), at<int32_t>(addresses, i + 2),
                       at<int32_t>(addresses, i + 3), at<int32_t>(addresses, i + 4), at<int32_t>(addresses, i + 5),
                       at<int32_t>(addresses, i + 6), at<int32_t>(addresses, i + 7), at<int32_t>(addresses, i + 8)});

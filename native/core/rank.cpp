@@ -209,6 +209,17 @@ void Rank::fill(Ids packed, int64_t num_rows, int64_t num_tokens, const BatchBuf
       shared.batch_indices[t] = static_cast<int32_t>(i);
     }
   }
+  int32_t* extend = shared.extends + 2;
+  int32_t extend_tokens = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    if (starts[i + 1] - starts[i] <= kDecodeQueries) continue;
+    *extend++ = static_cast<int32_t>(i);
+    *extend++ = extend_tokens;
+    extend_tokens += starts[i + 1] - starts[i];
+  }
+  shared.extends[0] = static_cast<int32_t>((extend - shared.extends) / 2 - 1);
+  shared.extends[1] = extend_tokens;
+  std::fill(extend, shared.extends + 2 * (num_rows + 1), 0);
   std::fill(shared.positions + end, shared.positions + num_tokens, 0);
   std::fill(shared.batch_indices + end, shared.batch_indices + num_tokens, -1);
   for (size_t g = 0; g < groups.size(); ++g) {

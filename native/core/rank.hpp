@@ -32,6 +32,7 @@ struct BatchBuffers {
   int32_t* query_start_loc;  // [max_rows + 1]
   int64_t* positions;        // [max_step_tokens]
   int32_t* batch_indices;    // [max_step_tokens]
+  int32_t* extends;          // [max_rows + 1, 2]
 };
 struct GroupBuffers {
   int64_t* slot_mapping;   // [max_step_tokens]

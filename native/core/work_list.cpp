@@ -6,10 +6,11 @@ namespace pagoda {
 
 namespace {
 
-constexpr int64_t kBoundary = 64;   // a row is cut at multiples of it
-constexpr int64_t kMinQuota = 256;  // keys of a program: fewer are not worth a merge
-constexpr int64_t kSlack = 16;      // a program may have one part in so many more keys if that saves a cut
-constexpr int64_t kTile = 64;       // queries of a tile of an extend row
+constexpr int64_t kBoundary = 64;    // a row is cut at multiples of it
+constexpr int64_t kMinQuota = 256;   // keys of a program: fewer are not worth a merge
+constexpr int64_t kSlack = 16;       // a program may have one part in so many more keys if that saves a cut
+constexpr int64_t kTile = 32;        // queries of a tile of an extend row, about
+constexpr int64_t kExtendShare = 4;  // a program of an extend row fills a multiprocessor, which runs so many others
 constexpr int64_t kMinExtendPart = 1024;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -21,8 +22,9 @@ int64_t most_parts(int64_t num_rows, int64_t num_tokens, int64_t max_queries, in
   const int64_t queries = std::min({kDecodeQueries, max_queries, num_tokens});
   const int64_t split_rows = std::min(num_rows, target - 1);
   const int64_t decode = queries * (target - 1) + std::min(num_tokens, queries * split_rows);
-  // An extend row has at most target / tiles parts, and at most kTile tokens per tile.
-  const int64_t extend = max_queries > kDecodeQueries ? std::min(kTile * target, kExtendParts * num_tokens) : 0;
+  // An extend row has at most target / kExtendShare / tiles parts, or one, and at most kTile tokens per tile.
+  const int64_t extend =
+      max_queries > kDecodeQueries ? std::min(kTile * (target / kExtendShare), kExtendParts * num_tokens) : 0;
   return decode + extend;
 }
 
@@ -68,7 +70,8 @@ int64_t WorkLists::make_group(const WorkGroup& group, Ids lengths, Ids counts, i
     num_alone += std::max<int64_t>(1, ceil_div(span - slack, quota));
   }
   const bool is_alone = num_alone <= group.target;
-  const int64_t extend_parts = tiles > 0 ? std::min(kExtendParts, std::max<int64_t>(1, group.target / tiles)) : 1;
+  const int64_t extend_parts =
+      tiles > 0 ? std::min(kExtendParts, std::max<int64_t>(1, group.target / kExtendShare / tiles)) : 1;
 
   // Members, splits and runs are made behind the longest list of segments, from where they are moved.
   const int64_t most_segments = num_decode + group.target;

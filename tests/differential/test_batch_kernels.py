@@ -25,7 +25,7 @@ CASES = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-SHARED = ("rows", "lengths", "query_start_loc", "positions", "batch_indices")
+SHARED = ("rows", "lengths", "query_start_loc", "positions", "batch_indices", "extends")
 WORK = ("runs", "tasks", "splits")
 PER_GROUP = ("slot_mapping", "page_table", "indptr", "indices", "last_page_len", "begins", *WORK)
 WIDE = ("positions", "slot_mapping")  # int64

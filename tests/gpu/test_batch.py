@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 SLEEP_CYCLES = 400_000_000  # about 0.2 s
 NUM_ROWS, MAX_TOKENS, PAGE, CAPACITY = 16, 20 * 64, 64, 400
-SHARED = ("rows", "lengths", "query_start_loc", "positions", "batch_indices")
+SHARED = ("rows", "lengths", "query_start_loc", "positions", "batch_indices", "extends")
 PER_GROUP = ("slot_mapping", "page_table", "indptr", "indices", "last_page_len", "begins")
 WORK = ("runs", "tasks", "splits")
 

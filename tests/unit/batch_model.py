@@ -3,7 +3,7 @@
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from unit.work_model import work_model
+from unit.work_model import DECODE_QUERIES, work_model
 
 
 class Pages(NamedTuple):
@@ -62,6 +62,7 @@ def model(groups: list[Pages], rows: list[Row], num_rows: int, num_tokens: int) 
         "query_start_loc": starts + [starts[-1]] * len(padding),
         "positions": positions + [0] * spare,
         "batch_indices": [i for i, row in enumerate(rows) for _ in range(row.count)] + [-1] * spare,
+        "extends": _extends(rows, num_rows),
     }
     for group in groups:
         for name, numbers in _of_group(group, [*rows, *padding]).items():
@@ -70,6 +71,15 @@ def model(groups: list[Pages], rows: list[Row], num_rows: int, num_tokens: int) 
         for name, numbers in _work_of_group(group, rows, num_rows).items():
             found[f"{group.name}.{name}"] = numbers
     return found
+
+
+def _extends(rows: list[Row], num_rows: int) -> list[list[int]]:
+    listed, tokens = [], 0
+    for i, row in enumerate(rows):
+        if row.count > DECODE_QUERIES:
+            listed.append([i, tokens])
+            tokens += row.count
+    return [[len(listed), tokens], *listed, *[[0, 0]] * (num_rows - len(listed))]
 
 
 def _work_of_group(group: Pages, rows: list[Row], num_rows: int) -> dict[str, Any]:

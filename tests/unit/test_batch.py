@@ -27,7 +27,7 @@ from unit.deltas import delta_of, lists_for
 
 NUM_ROWS, CAPACITY = 6, 99
 KV: dict[str, Any] = {"kv_heads": 2, "k_dim": 8, "v_dim": 8}
-SHARED = ("rows", "lengths", "query_start_loc", "positions", "batch_indices")
+SHARED = ("rows", "lengths", "query_start_loc", "positions", "batch_indices", "extends")
 PER_GROUP = ("slot_mapping", "page_table", "indptr", "indices", "last_page_len", "begins")
 WORK = ("runs", "tasks", "splits")
 

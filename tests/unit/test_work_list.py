@@ -128,10 +128,15 @@ def test_one_long_row_has_a_part_for_every_program():
     assert fewer.runs.tolist() == [*range(65), 64, 64]
 
 
-def test_a_program_has_at_least_256_keys():
+def test_short_rows_have_a_program_each_where_there_are_enough():
     short = list_of([(86, 1)] * 6, workers=132)
-    assert short.runs.tolist() == [0, 3, *[6] * 65]
+    assert short.runs.tolist() == [*range(7), *[6] * 60]
     assert short.num_parts == 0
+    shared = list_of([(86, 1)] * 9, workers=16)  # 8 programs: the least share, 256 keys, holds three rows
+    assert shared.runs.tolist() == [0, 3, 6, *[9] * 6]
+
+
+def test_a_share_has_at_least_256_keys():
     assert list_of([(1024, 1)], workers=132).splits.tolist() == [[4, 0]]
 
 
@@ -156,9 +161,11 @@ def test_only_the_keys_of_a_window_are_divided():
 
 
 def test_extend_rows_have_parts_and_no_segments():
-    """Target 132. 3 + 1 tiles: at most 33 parts, 16, and one per 1,024 keys."""
+    """Target 132, a quarter of it for extend rows. 5 + 1 tiles: at most 5 parts, 16, and one per 1,024 keys."""
     work = list_of([(5000, 130), (1, 1), (40_000, 9)], workers=264)
-    assert work.splits.tolist() == [[5, 0], [1, -1], [16, 650]]
+    assert work.splits.tolist() == [[5, 0], [1, -1], [5, 650]]
+    assert list_of([(40_000, 9)], workers=264).splits.tolist() == [[16, 0]]
+    assert list_of([(3000, 9)], workers=264).splits.tolist() == [[3, 0]]
     assert work.segments.tolist() == [[0, 1, 0, 1]]
     assert (work.num_parts, work.extend_parts) == (650 + 16 * 9, 16)
     many = list_of([(30_000, 64 * 100), (3000, 64 * 33)], workers=264)  # 133 tiles: all programs have work
@@ -254,7 +261,7 @@ def test_the_list_that_the_next_tests_break_is_right():
     pools = pools_of(Layout([FULL], 64), workers=18)
     work = apply(pools, step_of(pools, ROWS, work=words())).work(0)
     assert work is not None
-    assert work.splits.tolist() == [[7, 0], [1, -1], [5, 7], [0, -1], [3, 107]]
+    assert work.splits.tolist() == [[7, 0], [1, -1], [2, 7], [0, -1], [3, 47]]
     assert work.runs.tolist() == [0, 1, 2, 3, 4, 5, 6, 9, 10, 11]
 
 
@@ -430,7 +437,7 @@ def test_parts_are_exact_for_one_step_and_a_bound_for_a_graph():
     pools = pools_of(Layout([FULL], 64), workers=18)
     delta = apply(pools, step_of(pools, ROWS))
     work = pools.batch(delta)["full"].work
-    assert (work.num_parts, work.extend_parts, work.has_list) == (110, 5, True)
+    assert (work.num_parts, work.extend_parts, work.has_list) == (50, 2, True)
     for more in ({"pad_to": (5, 24)}, {"max_queries": 24}):
         work = pools.batch(delta, **more)["full"].work
         assert (work.num_parts, work.extend_parts) == (most_parts(5, 24, 24, 9), 16)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-DECODE_QUERIES, TILE = 8, 64
+DECODE_QUERIES, TILE = 8, 32
 
 
 class Model(NamedTuple):
@@ -56,7 +56,7 @@ def work_model(lengths: Sequence[int], counts: Sequence[int], window: int | None
     for i, (count, span) in enumerate(zip(counts, spans, strict=True)):
         parts = sum(row == i for row, _ in pieces)
         if count > DECODE_QUERIES:
-            parts = max(1, min(target // tiles, 16, -(-len(span) // 1024)))
+            parts = max(1, min(target // 4 // tiles, 16, -(-len(span) // 1024)))
             extend_parts = max(extend_parts, parts)
         splits.append([parts, num_parts if parts > 1 else -1])
         num_parts += parts * count if parts > 1 else 0

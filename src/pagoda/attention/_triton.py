@@ -54,7 +54,7 @@ def attend(call: Call) -> None:
             call.queries, call.out, call.keys, call.values, call.k_scale,
             call.v_scale if call.values is not None else call.k_scale, call.scale, call.softcap, call.sinks,
             min(call.window, 2**31 - 1), view.page_tokens, view.page_table, batch.lengths,
-            batch.query_start_loc, batch.batch_indices, work.runs, work.tasks, work.splits,
+            batch.query_start_loc, batch.batch_indices, batch.extends, work.runs, work.tasks, work.splits,
         )  # fmt: skip
         heads, v_dim = call.out.shape[1:]
         parts = None
@@ -62,12 +62,13 @@ def attend(call: Call) -> None:
             size = work.num_parts * heads
             memory = batch.scratch(4 * size * (v_dim + 1)).view(torch.float32)
             parts = fused.Parts(memory[: size * v_dim], memory[size * v_dim : size * (v_dim + 1)])
-        extends = batch.max_queries > DECODE_QUERIES
-        _decode(fused, args, parts, min(batch.max_queries, DECODE_QUERIES))
-        if extends:
-            _extend(fused, args, parts, work.extend_parts)
+        most = batch.most_rows
+        if most.decode or call.queries.shape[0] > batch.num_tokens:  # padding is zeroed there
+            _decode(fused, args, parts, min(batch.max_queries, DECODE_QUERIES))
+        if most.extend:
+            _extend(fused, args, parts, most.extend, most.extend_tokens, work.extend_parts)
         if parts is not None:
-            fused.merge(args, parts, DECODE_QUERIES, extends and work.extend_parts > 1)
+            fused.merge(args, parts, DECODE_QUERIES, work.extend_parts > 1)
 
 
 @functools.cache
@@ -92,14 +93,15 @@ def _decode(fused: ModuleType, args: Any, parts: Any, max_queries: int) -> None:
     )  # fmt: skip
 
 
-def _extend(fused: ModuleType, args: Any, parts: Any, num_parts: int) -> None:
+def _extend(fused: ModuleType, args: Any, parts: Any, num_rows: int, num_tokens: int, num_parts: int) -> None:
     hopper = _hopper("_extend_hopper") if args.queries.is_cuda else None
     if hopper is None or not hopper.can_extend(
         args.queries, args.keys, args.values, args.page, args.scale, args.softcap
     ):
-        fused.extend(args, parts, DECODE_QUERIES, num_parts)
+        fused.extend(args, parts, num_rows, num_tokens, num_parts)
         return
     hopper.extend(
-        args.queries, args.keys, args.values, args.out, args.table, args.lengths, args.starts, args.page,
-        args.scale, args.window, args.sinks, args.splits, num_parts, *(parts or (None, None)), DECODE_QUERIES,
+        args.queries, args.keys, args.values, args.out, args.table, args.lengths, args.starts, args.extends,
+        num_rows, num_tokens, args.page, args.scale, args.window, args.sinks, args.splits, num_parts,
+        *(parts or ()),
     )  # fmt: skip

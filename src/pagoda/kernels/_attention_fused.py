@@ -89,29 +89,34 @@ def _decode(
                 put(out, to, none, other, of + pair < C.group, C)
 
 
-@triton.jit(do_not_specialize=["width", "window", "num_rows"])
+@triton.jit(do_not_specialize=["width", "window"])
 def _extend(
-    q, k, v, out, parts, lses, sinks, table, width, lengths, starts, num_rows, splits, scale, softcap, window,
-    v_scale, SKIPPED: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr,
+    q, k, v, out, parts, lses, sinks, table, width, lengths, starts, extends, splits, scale, softcap, window,
+    v_scale, KIND: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    # Tiles of row r begin at number starts[r] * group // rows + r. The last ones read most: they come first.
+    # Tiles of extend row i begin at number tokens before it * group // rows + i. The last ones come first,
+    # since they read most.
     head, piece = tl.program_id(0), tl.program_id(2)
     k += head * C.k_dim
     v += head * C.v_stride
     number = tl.num_programs(1) - 1 - tl.program_id(1)
-    row = 0
-    above = num_rows
-    while row + 1 < above:
-        middle = (row + above) // 2
-        if tl.load(starts + middle) * C.group // C.rows + middle <= number:
-            row = middle
+    num_extends, num_tokens = tl.load(extends), tl.load(extends + 1)
+    if number >= num_tokens * C.group // C.rows + num_extends:
+        return
+    low = 0
+    high = num_extends
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if tl.load(extends + 3 + 2 * middle) * C.group // C.rows + middle <= number:
+            low = middle
         else:
-            above = middle
+            high = middle
+    row = tl.load(extends + 2 + 2 * low)
+    tile = number - (tl.load(extends + 3 + 2 * low) * C.group // C.rows + low)
     first = tl.load(starts + row)
     count = tl.load(starts + row + 1) - first
-    tile = number - (first * C.group // C.rows + row)
     num_parts, first_part = tl.load(splits + row * 2), tl.load(splits + row * 2 + 1)
-    if (tile * C.rows < count * C.group) & (count > SKIPPED) & (piece < num_parts):
+    if (tile * C.rows < count * C.group) & (piece < num_parts):
         length = tl.load(lengths + row)
         pair = tile * C.rows + tl.arange(0, C.rows)
         query, which = pair // C.group, head * C.group + pair % C.group
@@ -123,7 +128,7 @@ def _extend(
         total = tl.full([C.rows], 0.0, tl.float32)
         acc1 = tl.full([C.rows, C.v_first], 0.0, tl.float32)
         acc2 = tl.full([C.rows, C.v_rest if C.v_rest else 16], 0.0, tl.float32)
-        own = table + row * width.to(tl.int64)
+        own = table + row.to(tl.int64) * width
         # The first and the last position of the tile. Its queries read [low, high), a program a part of it.
         lowest = length - count + tile * C.rows // C.group
         highest = tl.minimum(length - count + (tile * C.rows + C.rows - 1) // C.group, length - 1)
@@ -261,6 +266,9 @@ class Arguments(NamedTuple):
     lengths: torch.Tensor  # [rows] int32
     starts: torch.Tensor  # [rows + 1] int32
     indices: torch.Tensor  # [tokens] int32: the row of each token, −1 for padding
+    extends: (
+        torch.Tensor
+    )  # [rows + 1, 2] int32: number of extend rows and their tokens; row, tokens before it
     runs: torch.Tensor  # [programs + 1] int32
     tasks: torch.Tensor  # [rows + programs, 8] int32
     splits: torch.Tensor  # [rows, 2] int32
@@ -432,17 +440,17 @@ def decode(call: Arguments, parts: Parts | None, max_queries: int) -> None:
     _run(_decode, tiling, grid, args, kind, C)
 
 
-def extend(call: Arguments, parts: Parts | None, skipped: int, num_parts: int) -> None:
-    """Compute the rows with more than `skipped` queries, whose keys are in at most `num_parts` parts."""
+def extend(call: Arguments, parts: Parts | None, num_rows: int, num_tokens: int, num_parts: int) -> None:
+    """Compute the extend rows: at most `num_rows` of `num_tokens` queries, with keys in `num_parts` parts."""
     C, kind = _known(call)
     tiling = _extend_tiling(C, call.keys.dtype)
     C = replace(C, rows=tiling.rows, keys=tiling.keys)
-    grid = (C.kv_heads, call.queries.shape[0] * C.group // C.rows + call.num_rows, num_parts)
+    grid = (C.kv_heads, num_tokens * C.group // C.rows + num_rows, num_parts)
     args = (
-        *_tensors(call, parts, C), call.table.stride(0), call.lengths, call.starts, call.num_rows,
-        call.splits, *_scales(call),
+        *_tensors(call, parts, C), call.table.stride(0), call.lengths, call.starts, call.extends, call.splits,
+        *_scales(call),
     )  # fmt: skip
-    _run(_extend, tiling, grid, args, skipped, kind, C)
+    _run(_extend, tiling, grid, args, kind, C)
 
 
 def merge(call: Arguments, parts: Parts, skipped: int, has_extends: bool) -> None:

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagoda._native import DECODE_QUERIES
 from pagoda.kernels._launch import Launch
 
 __all__ = ["GroupPages", "fill", "no_pages", "prepare"]
@@ -39,6 +40,7 @@ _RUNS = tl.constexpr(13)
 _TASKS = tl.constexpr(14)
 _SPLITS = tl.constexpr(15)
 _NUM_PARAMETERS = tl.constexpr(16)
+_DECODE_QUERIES = tl.constexpr(DECODE_QUERIES)
 # A group in the directory of a delta's work, as native/core/delta.hpp describes it: its words, and where
 # segments, members (each with their number) and splits begin.
 _WORK_ENTRY = tl.constexpr(8)
@@ -83,7 +85,7 @@ def _buffer(view, which: tl.constexpr):
 )
 def _count(
     parameters, packed, rows_at, lengths_at, starts_at, num_rows, padded_rows, out_rows, out_lengths,
-    out_starts, BLOCK: tl.constexpr,
+    out_starts, extends, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows, lengths, starts = packed + rows_at, packed + lengths_at, packed + starts_at
     # One program per group sums the pages of all rows, chunk by chunk. The first program also writes the
@@ -98,6 +100,8 @@ def _count(
     wanted = tl.zeros((), tl.int64)  # pages of all rows so far
     listed = tl.zeros((), tl.int64)  # pages of the rows whose list fits
     last_start = tl.load(starts + num_rows, mask=num_rows > 0, other=0)
+    num_extends = tl.zeros((), tl.int32)  # rows so far that compute more than a decode row does
+    extend_tokens = tl.zeros((), tl.int32)
     tl.store(indptr, 0)
     if tl.program_id(0) == 0:
         tl.store(out_starts, 0)
@@ -121,11 +125,26 @@ def _count(
             tl.store(out_rows + at, row, mask=is_row)
             tl.store(out_lengths + at, length, mask=is_row)
             tl.store(out_starts + 1 + at, tl.where(is_given, stop, last_start), mask=is_row)
+            is_extend = is_given & (stop - start > _DECODE_QUERIES)
+            tokens = tl.where(is_extend, stop - start, 0)
+            place = extends + 2 * (num_extends + tl.cumsum(is_extend.to(tl.int32), 0))
+            tl.store(place, at, mask=is_extend)
+            tl.store(place + 1, extend_tokens + tl.cumsum(tokens, 0) - tokens, mask=is_extend)
+            num_extends += tl.sum(is_extend.to(tl.int32), 0)
+            extend_tokens += tl.sum(tokens, 0)
         tl.store(begins + at, first * kernel_page, mask=is_row)
         tl.store(last_page_len + at, last, mask=is_row)
         tl.store(indptr + 1 + at, (listed + tl.cumsum(kept, 0)).to(tl.int32), mask=is_row)
         wanted += tl.sum(count, 0)
         listed += tl.sum(kept, 0)
+    if tl.program_id(0) == 0:
+        tl.store(extends, num_extends)
+        tl.store(extends + 1, extend_tokens)
+        for chunk in range(0, padded_rows, BLOCK):
+            at = chunk + tl.arange(0, BLOCK)
+            is_free = (at >= num_extends) & (at < padded_rows)
+            tl.store(extends + 2 + 2 * at, 0, mask=is_free)
+            tl.store(extends + 3 + 2 * at, 0, mask=is_free)
 
 
 @triton.jit
@@ -337,18 +356,18 @@ def fill(
     num_rows: int,
     padded_rows: int,
     padded_tokens: int,
-    out: tuple[torch.Tensor, ...],  # rows, lengths, starts, positions, batch_indices
+    out: tuple[torch.Tensor, ...],  # rows, lengths, starts, positions, batch_indices, extends
 ) -> None:
     """Fill the buffers of all groups in two launches, up to the padded rows and tokens."""
     parameters, count_block, num_blocks, target, _ = prepared
     num_groups = parameters.shape[0]
     _launch_count(
-        (num_groups, 1, 1), parameters, packed, *sections[:3], num_rows, padded_rows, *out[:3],
+        (num_groups, 1, 1), parameters, packed, *sections[:3], num_rows, padded_rows, *out[:3], out[5],
         constants=(count_block,),
     )  # fmt: skip
     num_tasks = padded_rows + target + 1 if target else 0
     num_programs = padded_rows * num_blocks + -(-padded_tokens // _FILL_BLOCK) + -(-num_tasks // _FILL_BLOCK)
     _launch_fill(
         (max(1, num_programs), num_groups, 1), parameters, table, packed, *sections, num_rows, padded_rows,
-        padded_tokens, table_rows, *out[3:], constants=(_FILL_BLOCK,),
+        padded_tokens, table_rows, *out[3:5], constants=(_FILL_BLOCK,),
     )  # fmt: skip

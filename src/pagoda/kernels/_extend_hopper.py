@@ -63,7 +63,6 @@ class Constants:
     has_window: bool
     has_sinks: bool
     has_parts: bool
-    queries: int  # rows with at most as many queries are left alone
 
 
 def can_extend(
@@ -103,6 +102,9 @@ def extend(
     table: torch.Tensor,  # [rows, width] int32: the pages of each row; the last dimension is dense
     lengths: torch.Tensor,  # [rows] int32: the tokens of each row, its queries included
     starts: torch.Tensor,  # [rows + 1] int32: where the queries of each row begin
+    extends: torch.Tensor,  # [rows + 1, 2] int32: number of rows and their tokens; row, tokens before it
+    num_rows: int,  # no fewer than the number of rows
+    num_tokens: int,  # no fewer than their tokens
     page: int,  # tokens, a power of two
     scale: float,
     window: int = 0,  # how many tokens a query reads, its own included; 0: all
@@ -111,9 +113,8 @@ def extend(
     num_parts: int = 1,  # the most parts of a row
     parts: torch.Tensor | None = None,  # [parts, heads, dim] float32
     lses: torch.Tensor | None = None,  # [parts, heads] float32, in powers of two
-    decode_queries: int = 8,
 ) -> None:
-    """Compute causal attention of the rows that have more than `decode_queries` queries.
+    """Compute causal attention of the rows in `extends`.
 
     The queries of a row are its last tokens. If num_parts is 1, all results go to `out`, and splits, parts
     and lses are not used. Otherwise the keys of a row of n > 1 parts are cut into n ranges: part p of its
@@ -121,18 +122,18 @@ def extend(
     for the merge to add. A part without keys is 0 with a log-sum-exp of −∞. Nothing else of `out` is written.
     The kernel runs on the current stream of the current device.
     """
-    num_tokens, heads, dim = queries.shape
-    kv_heads, num_rows = keys.shape[1], lengths.shape[0]
+    heads, dim = queries.shape[1:]
+    kv_heads = keys.shape[1]
     group = heads // kv_heads
     has_parts = num_parts > 1
     # One page id serves a chunk within a page; where pages are smaller, each token has its id looked up.
     constants = Constants(
         _ROWS, _KEYS, _STAGES[dim], kv_heads, group, dim, page, 32 if page >= 32 else 16,
-        window > 0, sinks is not None, has_parts, decode_queries,
+        window > 0, sinks is not None, has_parts,
     )  # fmt: skip
     _extend[(kv_heads, num_tokens * group // (2 * _ROWS) + num_rows, num_parts)](
         queries, keys, values, out, parts if has_parts else out, lses if has_parts else out,
-        out if sinks is None else sinks, table, table.stride(0), lengths, starts, num_rows,
+        out if sinks is None else sinks, table, table.stride(0), lengths, starts, extends,
         splits if has_parts else starts, queries.stride(0), queries.stride(1), out.stride(0), out.stride(1),
         scale * _LOG2E.value, window, constants, num_warps=4,
     )  # fmt: skip
@@ -312,30 +313,35 @@ def _consume(
 
 @gluon.jit
 def _extend(
-    q, k, v, out, parts, lses, sinks, table, width, lengths, starts, num_rows, splits,
+    q, k, v, out, parts, lses, sinks, table, width, lengths, starts, extends, splits,
     q_token, q_head, out_token, out_head, scale, window, C: gl.constexpr,
 ):  # fmt: skip
-    # Tiles of row r begin at number starts[r] * group // rows + r; the last, which read most, come first.
+    # Tiles of extend row i begin at number tokens before it * group // rows + i. The last ones come first,
+    # since they read most.
     ROWS: gl.constexpr = C.rows * 2
     head, piece = gl.program_id(0), gl.program_id(2)
     number = gl.num_programs(1) - 1 - gl.program_id(1)
-    row = 0
-    above = num_rows
-    while row + 1 < above:
-        middle = (row + above) // 2
-        if gl.load(starts + middle) * C.group // ROWS + middle <= number:
-            row = middle
+    num_rows, num_tokens = gl.load(extends), gl.load(extends + 1)
+    if number >= num_tokens * C.group // ROWS + num_rows:
+        return
+    low = 0
+    high = num_rows
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if gl.load(extends + 3 + 2 * middle) * C.group // ROWS + middle <= number:
+            low = middle
         else:
-            above = middle
+            high = middle
+    row = gl.load(extends + 2 + 2 * low)
+    tile = number - (gl.load(extends + 3 + 2 * low) * C.group // ROWS + low)
     first = gl.load(starts + row)
     count = gl.load(starts + row + 1) - first
-    tile = number - (first * C.group // ROWS + row)
     num_parts = 1
     part = -1
     if C.has_parts:
         num_parts = gl.load(splits + row * 2)
         part = gl.where(num_parts > 1, gl.load(splits + row * 2 + 1) + piece * count, -1)
-    if (tile * ROWS < count * C.group) & (count > C.queries) & (piece < num_parts):
+    if (tile * ROWS < count * C.group) & (piece < num_parts):
         length = gl.load(lengths + row)
         # The first and the last position of the tile. Its queries read keys from from_key on, and this part
         # of them those in the tiles [begin, end) of keys.

@@ -47,6 +47,7 @@ SHARED = {
     "query_start_loc": Declared("rows", torch.int32, extra=1),
     "positions": Declared("tokens", torch.int64),
     "batch_indices": Declared("tokens", torch.int32),
+    "extends": Declared("rows", torch.int32, extra=1, columns=2),
 }
 PER_GROUP = {
     "slot_mapping": Declared("tokens", torch.int64),
@@ -97,6 +98,14 @@ class Sizes(NamedTuple):
         if not target:
             return 0
         return {"runs": target + 1, "tasks": self.rows + target, "splits": self.rows}[what]
+
+
+class Rows(NamedTuple):
+    """Rows of a batch by what they compute."""
+
+    decode: int  # rows of 1 to DECODE_QUERIES tokens
+    extend: int  # rows of more
+    extend_tokens: int  # tokens of the latter
 
 
 class Parts(NamedTuple):
@@ -433,6 +442,12 @@ class _Rows(_Views[Array]):
         """[tokens] int32: where the row of each token is in `rows`; padding −1. As FlashInfer appends."""
         return self._view("batch_indices")
 
+    @property
+    def extends(self) -> Array:
+        """[rows + 1, 2] int32: the number of extend rows and of their tokens; then, for each extend row, its
+        index in `rows` and the tokens of extend rows before it; then 0."""
+        return self._view("extends")
+
     @cached_property
     def _groups(self) -> dict[str, GroupBatch[Array]]:
         return {
@@ -467,6 +482,7 @@ class Batch(_Rows[torch.Tensor]):
         buffers: BatchBuffers,
         padded: Sizes,
         max_queries: int,
+        is_exact: bool,
         parts: Mapping[str, Parts],
         num_rows: int,
         num_tokens: int,
@@ -475,7 +491,7 @@ class Batch(_Rows[torch.Tensor]):
         is_last: Callable[[Delta], bool],
     ) -> None:
         super().__init__(buffers, buffers.tensors, padded, parts)
-        self.max_queries = max_queries
+        self.max_queries, self._is_exact = max_queries, is_exact
         self.num_rows, self.num_tokens, self.step = num_rows, num_tokens, delta.step
         self._delta, self._rank, self._is_last = delta, rank, is_last
         self._fill = buffers.num_fills
@@ -484,6 +500,19 @@ class Batch(_Rows[torch.Tensor]):
     def layout(self) -> Layout:
         """The layout of the pools."""
         return self._buffers.layout
+
+    @cached_property
+    def most_rows(self) -> Rows:
+        """How many rows of each kind the batch has. If `pad_to` or `max_queries` was given, a bound that also
+        holds for other batches which replay a graph captured with this one."""
+        rows, tokens = self._padded
+        if not self._is_exact:
+            if self.max_queries <= DECODE_QUERIES:
+                return Rows(rows, 0, 0)
+            return Rows(rows, min(rows, tokens // (DECODE_QUERIES + 1)), tokens)
+        counts = self._delta.counts
+        extends = counts[counts > DECODE_QUERIES]
+        return Rows(int((counts > 0).sum()) - len(extends), len(extends), int(extends.sum()))
 
     @property
     def device(self) -> torch.device:

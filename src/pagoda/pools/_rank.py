@@ -345,7 +345,16 @@ class Pools:
                 delta.packed, sent, (num_rows, *sections), padded, self.flat_table, self._rank
             )
             return Batch(
-                self._buffers, padded, most, parts, num_rows, num_tokens, delta, self._rank, self._is_last
+                self._buffers,
+                padded,
+                most,
+                is_exact,
+                parts,
+                num_rows,
+                num_tokens,
+                delta,
+                self._rank,
+                self._is_last,
             )
 
     def _max_queries(self, max_count: int, padded: Sizes, pad_to: Any, max_queries: Any) -> int:
