@@ -219,6 +219,25 @@ def test_any_batch(name: str, data: st.DataObject):
     judge(attend_of(name), case)
 
 
+def test_constants_determine_the_types_of_all_arguments(monkeypatch: pytest.MonkeyPatch):
+    """A kernel that was compiled once is found by its constants alone, and launched with any arguments."""
+    pytest.importorskip("triton", reason="needs triton")
+    fused = importlib.import_module("pagoda.kernels._attention_fused")
+    found: dict[Any, tuple[Any, ...]] = {}
+
+    def record(kernel: Any, tiling: Any, grid: Any, args: tuple[Any, ...], *constants: Any) -> None:
+        types = tuple(arg.dtype if isinstance(arg, torch.Tensor) else type(arg) for arg in args)
+        assert found.setdefault((kernel, tiling[2:], constants), types) == types
+
+    monkeypatch.setattr(fused, "_run", record)
+    monkeypatch.setattr(fused, "_is_interpreted", lambda device: False)
+    for dtype in {variant.dtype for variant in VARIANTS}:
+        for rows, has_sinks in itertools.product(("decode", "split", "long", "mixed"), (False, True)):
+            variant = Variant("64x2", dtype, (16, None), rows, None, None, has_sinks, "exact")
+            attend_of("triton")(case_of(variant, "cpu").call())
+    assert len(found) > 40
+
+
 # ── the judge itself ────────────────────────────────────────────────────────────────────────────────
 
 

@@ -13,17 +13,21 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from differential.entry_layouts import ENTRIES
+from pagoda.kernels import _attention_fused as attention_fused
 from pagoda.kernels import _batch_fused as batch_fused
 from pagoda.kernels import _casts_fused, _pages_fused, _store_fused, _tokens_fused
 from pagoda.kernels import _compress_fused as compress_fused
 from pagoda.kernels import _entries_fused as entries_fused
+from pagoda.kernels import _extend_hopper as extend_hopper
 from pagoda.kernels import _fused as fused
 from pagoda.kernels import _gather_fused as gather_fused
+from pagoda.kernels import _latent_hopper as latent_hopper
 from pagoda.kernels import _states_fused as states_fused
 from pagoda.kernels._regions import Region, Regions
 from pagoda.kernels.entries import Codec, Ring, Tokens
 
 CAPABILITY = int(sys.argv[1])
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # that a program may have
 compiled: dict[str, set[int]] = defaultdict(set)
 
 
@@ -46,6 +50,7 @@ real_run = JITFunction.run
 def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
     made = real_run(kernel, *args, grid=grid, warmup=True, **options)
     assert made is not None
+    assert made.metadata.shared <= SHARED_BYTES[CAPABILITY], (kernel.__name__, args[-1], made.metadata.shared)
     compiled[kernel.__name__].add(id(made))
     return made
 
@@ -118,7 +123,8 @@ def batches() -> None:
             tasks=ints(8 + 3 * max_tokens, 8),
             splits=ints(8, 2),
         )
-        out = ints(8), ints(8), ints(9), torch.zeros(max_tokens, dtype=torch.int64), ints(max_tokens)
+        tokens = torch.zeros(max_tokens, dtype=torch.int64)
+        out = ints(8), ints(8), ints(9), tokens, ints(max_tokens), ints(9, 2)
         for groups in ([group], [group, group]):
             prepared = batch_fused.prepare(groups, torch.device("cpu"))
             for num_rows in (0, 1, 2, 7):
@@ -172,7 +178,69 @@ def compressors(tokens: Tokens) -> None:
             compress_fused.push(tokens, given, given, state, state)
 
 
-for part in (stores, pages, states, batches, entries):
+# Query heads, KV heads, k_dim, v_dim (0: latents), dtypes of the pool and of queries; window, sinks and softcap.
+Shape = tuple[int, int, int, int, torch.dtype, torch.dtype, bool]
+ATTENTION: dict[str, Shape] = {
+    "grouped": (8, 2, 128, 128, torch.bfloat16, torch.bfloat16, False),
+    "large": (2, 2, 256, 256, torch.float16, torch.float16, True),
+    "in two pieces": (6, 2, 80, 96, torch.bfloat16, torch.float32, True),
+    "e4m3": (8, 2, 128, 128, torch.float8_e4m3fn, torch.bfloat16, False),
+    "latent": (128, 1, 576, 0, torch.bfloat16, torch.bfloat16, True),
+    "latent in fp8": (16, 1, 576, 0, torch.float8_e5m2, torch.float16, False),
+}
+
+
+def attention() -> None:
+    """Every shape is one variant of each kernel, whatever the sizes of the batch are, and fits the device."""
+    attention_fused._is_interpreted = lambda device: False
+    attention_fused.is_spelled = lambda device: CAPABILITY < 89
+    for shape in ATTENTION.values():
+        before = {name: len(variants) for name, variants in compiled.items()}
+        for sizes in ((1, 1, 1, 1), (16, 64, 16, 16), (5, 33, 7, 2**31 - 1)):
+            attention_of(shape, *sizes)
+        names = "_decode", "_extend", "_merge_runs", "_merge_tokens"
+        grown = {name: len(compiled[name]) - before.get(name, 0) for name in names}
+        assert grown == dict.fromkeys(names, 1), (shape, grown)
+    if CAPABILITY >= 90:
+        hopper()
+
+
+def attention_of(shape: Shape, num_rows: int, num_tokens: int, width: int, window: int) -> None:
+    heads, kv_heads, k_dim, v_dim, dtype, q_dtype, has_all = shape
+    keys = torch.zeros(32, kv_heads, k_dim).to(dtype)
+    values = torch.zeros(32, kv_heads, v_dim).to(dtype) if v_dim else None
+    call = attention_fused.Arguments(
+        torch.zeros(num_tokens, heads, k_dim, dtype=q_dtype),
+        torch.zeros(num_tokens, heads, v_dim or 512, dtype=q_dtype),
+        keys, values, 1.0, 1.0, 0.1, 2.0 * has_all, torch.zeros(heads) if has_all else None, window * has_all, 16,
+        ints(num_rows, width), ints(num_rows), ints(num_rows + 1), ints(num_tokens), ints(num_rows + 1, 2),
+        ints(67), ints(num_rows + 66, 8), ints(num_rows, 2),
+    )  # fmt: skip
+    parts = attention_fused.Parts(torch.zeros(64), torch.zeros(64))
+    for memory in (None, parts):
+        attention_fused._launcher.cache_clear()  # a kernel that is known would be launched
+        attention_fused.decode(call, memory, 8)
+        attention_fused.extend(call, memory, num_rows, num_tokens, 3)
+    attention_fused.merge(call, parts, 8, True)
+
+
+def hopper() -> None:
+    for dim, page, more in zip((64, 128), (16, 64), ((40, torch.zeros(8)), (0, None)), strict=True):
+        pool, queries = (
+            torch.zeros(128, 2, dim).to(torch.bfloat16),
+            torch.zeros(20, 8, dim).to(torch.bfloat16),
+        )
+        lists = ints(4, 8), ints(4), ints(5), ints(5, 2), 4, 20, page, 0.1
+        for parts in ((), (ints(4, 2), 3, torch.zeros(64), torch.zeros(64))):
+            extend_hopper.extend(queries, pool, pool, queries, *lists, *more, *parts)
+    latents = torch.zeros(64, 1, 576, dtype=torch.bfloat16)
+    for heads, sinks in ((128, None), (16, torch.zeros(16))):
+        queries, out = (torch.zeros(20, heads, n, dtype=torch.bfloat16) for n in (576, 512))
+        lists = ints(4, 8), ints(5), ints(67), ints(70, 8), 16, 0.1, 8
+        latent_hopper.decode(queries, latents, out, *lists, sinks)
+
+
+for part in (stores, pages, states, batches, entries, attention):
     part()
 for name, variants in sorted(compiled.items()):
     print(name, len(variants))

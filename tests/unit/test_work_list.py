@@ -161,7 +161,7 @@ def test_only_the_keys_of_a_window_are_divided():
 
 
 def test_extend_rows_have_parts_and_no_segments():
-    """Target 132, a quarter of it for extend rows. 5 + 1 tiles: at most 5 parts, 16, and one per 1,024 keys."""
+    """Target 132, a quarter of it for extend rows, 6 tiles: at most 5 parts, 16, and one per 1,024 keys."""
     work = list_of([(5000, 130), (1, 1), (40_000, 9)], workers=264)
     assert work.splits.tolist() == [[5, 0], [1, -1], [5, 650]]
     assert list_of([(40_000, 9)], workers=264).splits.tolist() == [[16, 0]]

@@ -321,7 +321,9 @@ def _constants(
     page: int,
     dtype: torch.dtype,
     q_dtype: torch.dtype,
-    flags: tuple[bool, bool, bool],  # window, sinks, softcap
+    sinks: torch.dtype | None,
+    has_window: bool,
+    has_softcap: bool,
     strides: tuple[int, int, int, int],
     is_interpreted: bool,
     spells: bool,
@@ -343,14 +345,18 @@ def _constants(
         (k_dim if is_latent else v_dim) // step, page, fp8,
         # A value in pieces that are not those of its key is read apart.
         is_latent and not fp8 and v_first == k_first and not v_rest and v_dim == v_first,
-        kind == torch.float16 and q_dtype == torch.bfloat16, *flags, spells, is_interpreted, *strides,
+        kind == torch.float16 and q_dtype == torch.bfloat16, has_window, sinks is not None, has_softcap,
+        spells, is_interpreted, (str(q_dtype), str(dtype), str(sinks)), *strides,
     )  # fmt: skip
     return constants, _KINDS[kind]
 
 
+def _is_interpreted(device: torch.device) -> bool:
+    return device.type != "cuda"
+
+
 def _known(call: Arguments) -> tuple[Constants, Any]:
     queries, out = call.queries, call.out
-    is_interpreted = queries.device.type != "cuda"
     return _constants(
         call.keys.shape[1],
         call.group,
@@ -360,9 +366,11 @@ def _known(call: Arguments) -> tuple[Constants, Any]:
         call.page,
         call.keys.dtype,
         queries.dtype,
-        (call.window > 0, call.sinks is not None, call.softcap > 0),
+        None if call.sinks is None else call.sinks.dtype,
+        call.window > 0,
+        call.softcap > 0,
         (queries.stride(0), queries.stride(1), out.stride(0), out.stride(1)),
-        is_interpreted,
+        _is_interpreted(queries.device),
         is_spelled(queries.device),
     )
 
@@ -372,10 +380,11 @@ def _tensors(call: Arguments, parts: Parts | None, C: Constants) -> tuple[torch.
     keys, values = call.keys, call.keys if call.values is None else call.values
     if C.fp8:
         keys, values = keys.view(torch.uint16), values.view(torch.uint16)
-    results, lses = parts or (call.out, call.out)  # not read
+    unread = call.lengths.view(torch.float32)
+    results, lses = parts or (unread, unread)
     return (
         readable(call.queries, C.has_bits), readable(keys, C.has_bits), readable(values, C.has_bits),
-        readable(call.out, C.has_bits), results, lses, call.lengths if call.sinks is None else call.sinks,
+        readable(call.out, C.has_bits), results, lses, unread if call.sinks is None else call.sinks,
         call.table,
     )  # fmt: skip
 
@@ -395,7 +404,10 @@ def _launcher(kernel: Any, num_warps: int, num_stages: int) -> Launch:
 def _run(
     kernel: Any, tiling: Tiling, grid: tuple[int, int, int], args: tuple[Any, ...], *constants: Any
 ) -> None:
-    """Launch a kernel without looking its variant up again, unless a tensor is not aligned."""
+    """Launch a kernel without looking its variant up again, unless a tensor is not aligned.
+
+    Constants determine the types of all pointers: `Launch` finds a compiled kernel by them alone.
+    """
     aligned = all(arg.data_ptr() % 16 == 0 for arg in args if isinstance(arg, torch.Tensor))
     if aligned:
         _launcher(kernel, tiling.num_warps, tiling.num_stages)(grid, *args, constants=constants)
@@ -457,7 +469,7 @@ def merge(call: Arguments, parts: Parts, skipped: int, has_extends: bool) -> Non
     """Merge the parts of the rows of the work list, and, if there are any, of rows with more queries."""
     C, _ = _known(call)
     tensors = (parts.results, parts.lses, readable(call.out, C.has_bits))
-    sinks = call.lengths if call.sinks is None else call.sinks
+    sinks = call.lengths.view(torch.float32) if call.sinks is None else call.sinks
     heads, width = C.kv_heads * C.group, triton.next_power_of_2(call.out.shape[2])
     tiling, at_once = Tiling(1, 1, 4, 1), min(64, 16384 // width)
     _run(

@@ -50,6 +50,9 @@ class Constants:
     has_softcap: bool
     is_spelled: bool  # casts from fp8 are spelled out in integers
     has_bits: bool  # bfloat16 is read and written as its bits
+    types: tuple[
+        str, ...
+    ]  # of queries and outputs, of the pool, and of sinks, as a kernel gets pointers to them
     q_token: int  # strides
     q_head: int
     out_token: int
