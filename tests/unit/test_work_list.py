@@ -167,7 +167,7 @@ def test_extend_rows_have_parts_and_no_segments():
     assert list_of([(40_000, 9)], workers=264).splits.tolist() == [[16, 0]]
     assert list_of([(3000, 9)], workers=264).splits.tolist() == [[3, 0]]
     assert work.segments.tolist() == [[0, 1, 0, 1]]
-    assert (work.num_parts, work.extend_parts) == (650 + 16 * 9, 16)
+    assert (work.num_parts, work.extend_parts) == (650 + 5 * 9, 5)
     many = list_of([(30_000, 64 * 100), (3000, 64 * 33)], workers=264)  # 133 tiles: all programs have work
     assert many.splits.tolist() == [[1, -1], [1, -1]]
     assert (many.num_parts, many.extend_parts) == (0, 1)
