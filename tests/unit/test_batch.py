@@ -673,8 +673,8 @@ def test_sizes_of_batches_that_cannot_be_are_refused(change: dict[str, Any], sai
 
 def test_pools_without_batches_have_no_buffers_for_them():
     case = decoding(max_step_tokens=0)
-    # Only the first of the counts of rows and of indices, where the list of the first row would begin, and the
-    # two numbers of extend rows.
+    # Only the first of the counts of rows and of indices, where the list of the first row would begin, and
+    # the two numbers of extend rows.
     assert sum(buffer.nbytes for buffer in buffers_of(case.pools).values()) == 2 * 4 + 2 * 4
     with pytest.raises(ArgumentError, match="more than max_step_tokens = 0"):
         case.pools.batch(case.delta)
