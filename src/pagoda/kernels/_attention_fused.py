@@ -96,10 +96,10 @@ def _extend(
 ):  # fmt: skip
     # Tiles of extend row i begin at number tokens before it * group // rows + i. The last ones come first,
     # since they read most.
-    head, piece = tl.program_id(0), tl.program_id(2)
+    head, piece = tl.program_id(0) % C.kv_heads, tl.program_id(1)
     k += head * C.k_dim
     v += head * C.v_stride
-    number = tl.num_programs(1) - 1 - tl.program_id(1)
+    number = (tl.num_programs(0) - 1 - tl.program_id(0)) // C.kv_heads
     num_extends, num_tokens = tl.load(extends), tl.load(extends + 1)
     if number >= num_tokens * C.group // C.rows + num_extends:
         return
@@ -457,7 +457,8 @@ def extend(call: Arguments, parts: Parts | None, num_rows: int, num_tokens: int,
     C, kind = _known(call)
     tiling = _extend_tiling(C, call.keys.dtype)
     C = replace(C, rows=tiling.rows, keys=tiling.keys)
-    grid = (C.kv_heads, num_tokens * C.group // C.rows + num_rows, num_parts)
+    # The first dimension alone has room for more than 65,535 tiles.
+    grid = (C.kv_heads * (num_tokens * C.group // C.rows + num_rows), num_parts, 1)
     args = (
         *_tensors(call, parts, C), call.table.stride(0), call.lengths, call.starts, call.extends, call.splits,
         *_scales(call),

@@ -131,7 +131,8 @@ def extend(
         _ROWS, _KEYS, _STAGES[dim], kv_heads, group, dim, page, 32 if page >= 32 else 16,
         window > 0, sinks is not None, has_parts,
     )  # fmt: skip
-    _extend[(kv_heads, num_tokens * group // (2 * _ROWS) + num_rows, num_parts)](
+    # The first dimension alone has room for more than 65,535 tiles.
+    _extend[(kv_heads * (num_tokens * group // (2 * _ROWS) + num_rows), num_parts, 1)](
         queries, keys, values, out, parts if has_parts else out, lses if has_parts else out,
         out if sinks is None else sinks, table, table.stride(0), lengths, starts, extends,
         splits if has_parts else starts, queries.stride(0), queries.stride(1), out.stride(0), out.stride(1),
@@ -319,8 +320,8 @@ def _extend(
     # Tiles of extend row i begin at number tokens before it * group // rows + i. The last ones come first,
     # since they read most.
     ROWS: gl.constexpr = C.rows * 2
-    head, piece = gl.program_id(0), gl.program_id(2)
-    number = gl.num_programs(1) - 1 - gl.program_id(1)
+    head, piece = gl.program_id(0) % C.kv_heads, gl.program_id(1)
+    number = (gl.num_programs(0) - 1 - gl.program_id(0)) // C.kv_heads
     num_rows, num_tokens = gl.load(extends), gl.load(extends + 1)
     if number >= num_tokens * C.group // ROWS + num_rows:
         return
