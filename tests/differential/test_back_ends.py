@@ -17,7 +17,7 @@ from differential import back_ends
 from differential.attention_cases import Case, Model
 from pagoda.attention import hnd_pages, nhd_pages
 
-PAGE = Path(__file__).parents[2] / "docs" / "attention_metadata_section.md"
+PAGE = Path(__file__).parents[2] / "docs" / "attention.md"
 MIXED = [(9, 1), (0, 0), (17, 17), (13, 5), (1, 1), (6, 0), (8, 1), (20, 5)]
 DECODE = [(9, 1), (16, 1), (1, 1), (17, 1), (30, 1)]
 DRAFTS = [(9, 3), (16, 3), (3, 3), (17, 3)]

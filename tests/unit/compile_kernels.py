@@ -178,7 +178,8 @@ def compressors(tokens: Tokens) -> None:
             compress_fused.push(tokens, given, given, state, state)
 
 
-# Query heads, KV heads, k_dim, v_dim (0: latents), dtypes of the pool and of queries; window, sinks and softcap.
+# Query heads, KV heads, k_dim, v_dim (0: latents), dtypes of the pool and of queries; with window, sinks and
+# softcap, or without.
 Shape = tuple[int, int, int, int, torch.dtype, torch.dtype, bool]
 ATTENTION: dict[str, Shape] = {
     "grouped": (8, 2, 128, 128, torch.bfloat16, torch.bfloat16, False),
@@ -212,7 +213,8 @@ def attention_of(shape: Shape, num_rows: int, num_tokens: int, width: int, windo
     call = attention_fused.Arguments(
         torch.zeros(num_tokens, heads, k_dim, dtype=q_dtype),
         torch.zeros(num_tokens, heads, v_dim or 512, dtype=q_dtype),
-        keys, values, 1.0, 1.0, 0.1, 2.0 * has_all, torch.zeros(heads) if has_all else None, window * has_all, 16,
+        keys, values, 1.0, 1.0, 0.1, 2.0 * has_all, torch.zeros(heads) if has_all else None,
+        window * has_all, 16,
         ints(num_rows, width), ints(num_rows), ints(num_rows + 1), ints(num_tokens), ints(num_rows + 1, 2),
         ints(67), ints(num_rows + 66, 8), ints(num_rows, 2),
     )  # fmt: skip

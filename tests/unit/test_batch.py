@@ -673,9 +673,9 @@ def test_sizes_of_batches_that_cannot_be_are_refused(change: dict[str, Any], sai
 
 def test_pools_without_batches_have_no_buffers_for_them():
     case = decoding(max_step_tokens=0)
-    # Only where the first row's tokens and its list of pages would begin, and the number of extend rows and of
-    # their tokens, none.
-    assert sum(buffer.nbytes for buffer in buffers_of(case.pools).values()) == 4 * 4
+    # Only the first of the counts of rows and of indices, where the list of the first row would begin, and
+    # the two numbers of extend rows.
+    assert sum(buffer.nbytes for buffer in buffers_of(case.pools).values()) == 2 * 4 + 2 * 4
     with pytest.raises(ArgumentError, match="more than max_step_tokens = 0"):
         case.pools.batch(case.delta)
 
@@ -684,12 +684,9 @@ def test_memory_of_batches_is_counted():
     case = decoding(max_step_tokens=8, workers=6)  # 3 for each of the two KV heads
     buffers = buffers_of(case.pools).values()
     # [4] rows, lengths, last_page_len, begins; [5] starts, indptr; [4, 2] table; [8] indices, batch_indices;
-    # 8-byte numbers; [5, 2] extends; [3 + 1] runs, [4 + 3, 8] tasks, [4, 2] splits.
-    work = 4 * (4 + 7 * 8 + 4 * 2)
-    assert (
-        sum(buffer.nbytes for buffer in buffers)
-        == 4 * (4 * 4 + 2 * 5 + 8 + 8 + 8 + 5 * 2) + 8 * (2 * 8) + work
-    )
+    # 8-byte numbers; [4 + 1, 2] extends, [3 + 1] runs, [4 + 3, 8] tasks, [4, 2] splits.
+    work = 4 * (5 * 2 + 4 + 7 * 8 + 4 * 2)
+    assert sum(buffer.nbytes for buffer in buffers) == 4 * (4 * 4 + 2 * 5 + 8 + 8 + 8) + 8 * (2 * 8) + work
 
 
 def test_two_pools_with_one_staging_do_not_read_each_others_deltas(device: str):

@@ -366,14 +366,13 @@ def test_a_wrong_list_is_refused_and_nothing_changes(name: str):
 
 def test_there_is_a_free_task_behind_those_of_a_list():
     rows = [(8, 8), (1000, 1)]
-    segments = [[0, 8, 0, 1], [0, 64, 1, 1], [64, 128, 2, 1], [128, 1000, 3, 1]]
-    members = [[0, -1], [1, 0], [1, 1], [1, 2]]
-    words = [2, 8, 4, 24, 4, 32, 3, 1, *sum(segments, []), *sum(members, []), 1, -1, 3, 0, 0, 2, 4, 0]
+    segments, members = [0, 8, 0, 1, 0, 64, 1, 1, 64, 128, 2, 1, 128, 1000, 3, 1], [0, -1, 1, 0, 1, 1, 1, 2]
+    words = [2, 8, 4, 24, 4, 32, 3, 1, *segments, *members, 1, -1, 3, 0, 0, 2, 4, 0]
     pools = pools_of(Layout([FULL], 64), workers=4)
     with pytest.raises(ArgumentError, match="too many for 2 rows"):
         pools.apply(step_of(pools, rows, work=words))
-    words = [2, 8, 3, 20, 3, 28, 2, 1, *sum(segments[:2], []), 64, 1000, 2, 1, *sum(members[:3], [])]
-    pools.apply(step_of(pools, rows, work=[*words, 0, 0, 1, -1, 2, 0, 0, 2, 3, 0]))
+    words = [2, 8, 3, 20, 3, 28, 2, 1, *segments[:8], 64, 1000, 2, 1, *members[:6], 0, 0]
+    pools.apply(step_of(pools, rows, work=[*words, 1, -1, 2, 0, 0, 2, 3, 0]))
 
 
 def test_a_list_that_was_changed_after_it_was_applied_is_not_copied():

@@ -99,7 +99,7 @@ def _extend(
     head, piece = tl.program_id(0) % C.kv_heads, tl.program_id(1)
     k += head * C.k_dim
     v += head * C.v_stride
-    number = (tl.num_programs(0) - 1 - tl.program_id(0)) // C.kv_heads
+    number = tl.num_programs(0) // C.kv_heads - 1 - tl.program_id(0) // C.kv_heads
     num_extends, num_tokens = tl.load(extends), tl.load(extends + 1)
     if number >= num_tokens * C.group // C.rows + num_extends:
         return
@@ -393,7 +393,7 @@ def _scales(call: Arguments) -> tuple[float, float, int, float]:
     scale = call.scale * call.k_scale
     if not call.softcap:
         scale *= LOG2E.value
-    return scale, call.softcap, call.window, call.v_scale
+    return float(scale), float(call.softcap), call.window, float(call.v_scale)
 
 
 @functools.cache
@@ -457,7 +457,6 @@ def extend(call: Arguments, parts: Parts | None, num_rows: int, num_tokens: int,
     C, kind = _known(call)
     tiling = _extend_tiling(C, call.keys.dtype)
     C = replace(C, rows=tiling.rows, keys=tiling.keys)
-    # The first dimension alone has room for more than 65,535 tiles.
     grid = (C.kv_heads * (num_tokens * C.group // C.rows + num_rows), num_parts, 1)
     args = (
         *_tensors(call, parts, C), call.table.stride(0), call.lengths, call.starts, call.extends, call.splits,
@@ -475,11 +474,11 @@ def merge(call: Arguments, parts: Parts, skipped: int, has_extends: bool) -> Non
     tiling, at_once = Tiling(1, 1, 4, 1), min(64, 16384 // width)
     _run(
         _merge_runs, tiling, (call.runs.shape[0] - 1, heads, 1),
-        (*tensors, sinks, call.runs, call.tasks, call.v_scale), at_once, width, C,
+        (*tensors, sinks, call.runs, call.tasks, float(call.v_scale)), at_once, width, C,
     )  # fmt: skip
     if has_extends:
         _run(
             _merge_tokens, tiling, (min(call.queries.shape[0], call.indices.shape[0]), heads, 1),
-            (*tensors, sinks, call.splits, call.starts, call.indices, call.v_scale), skipped, at_once,
+            (*tensors, sinks, call.splits, call.starts, call.indices, float(call.v_scale)), skipped, at_once,
             width, C,
         )  # fmt: skip

@@ -131,8 +131,7 @@ def extend(
         _ROWS, _KEYS, _STAGES[dim], kv_heads, group, dim, page, 32 if page >= 32 else 16,
         window > 0, sinks is not None, has_parts,
     )  # fmt: skip
-    # The first dimension alone has room for more than 65,535 tiles.
-    _extend[(kv_heads * (num_tokens * group // (2 * _ROWS) + num_rows), num_parts, 1)](
+    _extend[(kv_heads * (num_tokens * group // (2 * _ROWS) + num_rows), num_parts)](
         queries, keys, values, out, parts if has_parts else out, lses if has_parts else out,
         out if sinks is None else sinks, table, table.stride(0), lengths, starts, extends,
         splits if has_parts else starts, queries.stride(0), queries.stride(1), out.stride(0), out.stride(1),
@@ -321,7 +320,7 @@ def _extend(
     # since they read most.
     ROWS: gl.constexpr = C.rows * 2
     head, piece = gl.program_id(0) % C.kv_heads, gl.program_id(1)
-    number = (gl.num_programs(0) - 1 - gl.program_id(0)) // C.kv_heads
+    number = gl.num_programs(0) // C.kv_heads - 1 - gl.program_id(0) // C.kv_heads
     num_rows, num_tokens = gl.load(extends), gl.load(extends + 1)
     if number >= num_tokens * C.group // ROWS + num_rows:
         return
