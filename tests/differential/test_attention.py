@@ -203,6 +203,14 @@ def test_latents_of_the_common_width_with_other_values(name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_caps_far_above_and_below_the_logits(name: str):
+    for softcap in (1e-3, 0.3, 50.0, 1e5, 1e20):
+        case = Case(SHAPES["64x2"]._replace(softcap=softcap), [(70, 1), (40, 9)], 16, None, DEVICES[name])
+        case.queries *= 3
+        judge(attend_of(name), case)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_and_sinks_that_no_float_holds_once_exponentiated(name: str):
     attend, rows = attend_of(name), [(70, 1), (300, 1), (40, 9)]
     case = Case(SHAPES["64x2"]._replace(has_sinks=True), rows, 16, None, DEVICES[name])
