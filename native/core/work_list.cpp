@@ -159,7 +159,8 @@ void check_work(const WorkView& work, const WorkGroup& group, const std::string&
     next[static_cast<size_t>(2 * i)] = static_cast<int32_t>(span_begin(lengths[i], count, group.window));
   }
   if (num_parts != work.num_parts || most_extend != work.extend_parts) refuse("counts its parts wrongly");
-  if (num_segments > n + work.target || num_members > n + work.target ||
+  // One place is free: kernels read the task behind the last one of a run.
+  if (num_segments >= n + work.target || num_members >= n + work.target ||
       num_parts > most_parts(n, num_tokens, most_queries, work.target)) {
     refuse("has " + text(num_segments) + " segments, " + text(num_members) + " members and " + text(num_parts) +
            " parts, too many for " + text(n) + " rows");
@@ -170,7 +171,7 @@ void check_work(const WorkView& work, const WorkGroup& group, const std::string&
     }
   }
   if (work.runs[work.target] != num_segments) refuse("has segments that no program computes");
-  int64_t listed = 0;
+  int64_t listed = 0, after = 0;  // the members of earlier segments, and the first run that ends behind this one
   for (int64_t s = 0; s < num_segments; ++s) {
     const int32_t* segment = work.segments.data + 4 * s;
     const int64_t begin = segment[0], end = segment[1], num = segment[3];
@@ -181,6 +182,7 @@ void check_work(const WorkView& work, const WorkGroup& group, const std::string&
       refuse("has a segment of " + text(num) + " rows, but these pools compute segments of one row: give each row " +
              "segments of its own");
     }
+    while (work.runs[after] <= s) ++after;
     for (; listed < segment[2] + num; ++listed) {
       const int64_t row = work.members[2 * listed], part = work.members[2 * listed + 1];
       if (row < 0 || row >= n) refuse("names row " + text(row) + " of a step of " + text(n));
@@ -196,6 +198,9 @@ void check_work(const WorkView& work, const WorkGroup& group, const std::string&
       const int64_t first = work.splits[2 * row + 1];
       if (part != (first < 0 ? -1 : first + covered[1] * count)) {
         refuse("numbers the parts of row " + text(row) + " of the step wrongly");
+      }
+      if (first >= 0 && covered[1] == 0 && work.runs[after] != s + 1) {
+        refuse("begins to split row " + text(row) + " of the step inside a run: the first part of a row ends one");
       }
       covered[0] = static_cast<int32_t>(end);
       ++covered[1];

@@ -177,6 +177,40 @@ def test_a_batch_of_nothing_but_padding(name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_queries_behind_a_batch_of_no_tokens_get_0(name: str):
+    for padding in (None, (0, 0), (2, 3)):
+        case = Case(SHAPES["16x1"], [(40, 0), (0, 0)], 16, None, DEVICES[name], padding=padding)
+        out = torch.full((5, 2, 16), math.nan, device=DEVICES[name])
+        attend_of(name)(case.call(torch.full((5, 2, 16), math.nan), out))
+        assert not out.any()
+
+
+@pytest.mark.parametrize("name", ["reference", "native", "triton"])
+def test_outputs_may_take_the_place_of_the_queries(name: str):
+    device = DEVICES.get(name, "cpu")
+    case = Case(SHAPES["64x2"], [(700, 1), (40, 9), (3, 2), (64, 1)], 16, None, device, padding=None)
+    queries = case.queries.clone().to(device)
+    (_reference.attend if name == "reference" else attend_of(name))(case.call(queries, queries))
+    torch.testing.assert_close(queries.cpu(), case.reference(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_latents_of_the_common_width_with_other_values(name: str):
+    model = Model(heads=2, kv_heads=1, k_dim=576, v_dim=448, is_latent=True, scale=0.06, dtype="bfloat16")
+    case = Case(model, [(70, 1), (20, 9)], 16, None, DEVICES[name])
+    case.queries = case.queries.to(torch.bfloat16)
+    judge(attend_of(name), case)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_caps_far_above_and_below_the_logits(name: str):
+    for softcap in (1e-3, 0.3, 50.0, 1e5, 1e20):
+        case = Case(SHAPES["64x2"]._replace(softcap=softcap), [(70, 1), (40, 9)], 16, None, DEVICES[name])
+        case.queries *= 3
+        judge(attend_of(name), case)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_and_sinks_that_no_float_holds_once_exponentiated(name: str):
     attend, rows = attend_of(name), [(70, 1), (300, 1), (40, 9)]
     case = Case(SHAPES["64x2"]._replace(has_sinks=True), rows, 16, None, DEVICES[name])

@@ -172,6 +172,7 @@ def test_bad_input_is_refused():
     calls: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         ((q[0], layer, batch), {}, "queries"),
         ((q.int(), layer, batch), {}, "queries"),
+        ((q.to_sparse(), layer, batch), {}, "queries: give a dense tensor"),
         ((None, layer, batch), {}, "queries"),
         ((q.to("meta"), layer, batch), {}, "queries is on meta"),
         ((q[:1], layer, batch), {}, "tokens, not 1"),

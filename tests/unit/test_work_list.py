@@ -168,7 +168,7 @@ def test_extend_rows_have_parts_and_no_segments():
     assert list_of([(3000, 9)], workers=264).splits.tolist() == [[3, 0]]
     assert work.segments.tolist() == [[0, 1, 0, 1]]
     assert (work.num_parts, work.extend_parts) == (650 + 5 * 9, 5)
-    many = list_of([(30_000, 64 * 100), (3000, 64 * 33)], workers=264)  # 133 tiles: all programs have work
+    many = list_of([(30_000, 64 * 100), (3000, 64 * 33)], workers=264)  # 266 tiles: all programs have work
     assert many.splits.tolist() == [[1, -1], [1, -1]]
     assert (many.num_parts, many.extend_parts) == (0, 1)
 
@@ -323,6 +323,7 @@ BAD = {
     "segments in no run": (run(TARGET, 10), "segments that no program computes"),
     "a run of segments that are not there": (run(TARGET, 12), "segments that no program computes"),
     "a run far beyond the segments": (run(TARGET - 1, 2**30), "runs of segments that are out of order"),
+    "a row that is split inside a run": (run(7, 10), "begins to split row 4 of the step inside a run"),
     "another number of parts": (entry(6, 111), "counts its parts wrongly"),
     "other extend parts": (entry(7, 4), "counts its parts wrongly"),
     "a row without queries is split": (split(3, 0, 1), "splits row 3 .* computes 0 tokens"),
@@ -361,6 +362,17 @@ def test_a_wrong_list_is_refused_and_nothing_changes(name: str):
         pools.apply(step_of(pools, ROWS, work=bad))
     assert pools.step == 0
     pools.apply(step_of(pools, ROWS))
+
+
+def test_there_is_a_free_task_behind_those_of_a_list():
+    rows = [(8, 8), (1000, 1)]
+    segments, members = [0, 8, 0, 1, 0, 64, 1, 1, 64, 128, 2, 1, 128, 1000, 3, 1], [0, -1, 1, 0, 1, 1, 1, 2]
+    words = [2, 8, 4, 24, 4, 32, 3, 1, *segments, *members, 1, -1, 3, 0, 0, 2, 4, 0]
+    pools = pools_of(Layout([FULL], 64), workers=4)
+    with pytest.raises(ArgumentError, match="too many for 2 rows"):
+        pools.apply(step_of(pools, rows, work=words))
+    words = [2, 8, 3, 20, 3, 28, 2, 1, *segments[:8], 64, 1000, 2, 1, *members[:6], 0, 0]
+    pools.apply(step_of(pools, rows, work=[*words, 1, -1, 2, 0, 0, 2, 3, 0]))
 
 
 def test_a_list_that_was_changed_after_it_was_applied_is_not_copied():

@@ -117,13 +117,18 @@ def _latent_width(layer: Layer) -> int:
 
 
 def _require_floats(tensor: Any, name: str, device: torch.device) -> None:
-    if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.dim() != 3:
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or not tensor.is_floating_point()
+        or tensor.dim() != 3
+        or tensor.layout != torch.strided
+    ):
         found = (
             f"{tensor.dtype} of shape {tuple(tensor.shape)}"
             if isinstance(tensor, torch.Tensor)
             else type(tensor).__name__
         )
-        raise ArgumentError(f"{name}: give a tensor of floats with three dimensions, not {found}")
+        raise ArgumentError(f"{name}: give a dense tensor of floats with three dimensions, not {found}")
     if tensor.device != device:
         raise ArgumentError(f"{name} is on {tensor.device} and the batch on {device}: move it there")
 

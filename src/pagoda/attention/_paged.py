@@ -36,8 +36,11 @@ def paged(
     counts in the denominator only. fp8 pools are read with their scales. Queries without any key, and
     padding, give 0.
 
-    `out` is written and returned, if given. Gradients do not flow through the call. Errors: ArgumentError;
-    StaleError after another `Pools.batch`.
+    `out` is written and returned, if given. It may be `queries` itself, and otherwise overlaps neither them
+    nor the pools. Gradients do not flow through the call. On CUDA, calls with batches of the same pools share
+    memory: make them on one stream. Capture them with a batch that was made with `pad_to` or `max_queries`; a
+    graph with another one serves that step alone. Errors: ArgumentError; StaleError after another
+    `Pools.batch`.
     """
     call = checked(queries, layer, batch, scale, softcap, sinks, out)
     if batch.device.type == "cuda" and _triton.can_attend(call):

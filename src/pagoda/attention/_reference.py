@@ -25,7 +25,7 @@ def attend(call: Call) -> None:
     Rows with the same number of queries are computed together, padded to the longest, with logits in parts of
     up to 256 MiB. It waits for the device and cannot be captured. Page ids outside the pool are not read.
     """
-    queries, out, view = call.queries, call.out, call.view
+    queries, out, view = call.queries.clone(), call.out, call.view  # `out` may be the queries
     heads, kv_heads, width = queries.shape[1], call.keys.shape[1], out.shape[2]
     exact = torch.float64 if queries.dtype == torch.float64 else torch.float32
     sinks = None if call.sinks is None else call.sinks.to(exact).view(kv_heads, -1)

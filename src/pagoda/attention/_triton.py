@@ -1,8 +1,8 @@
 """Attention over a pool's pages by Triton kernels. In: a call; out: its outputs.
 
 Decode rows are computed by the batch's work list, extend rows by tiles of queries; parts of keys are merged.
-Nothing is read back or allocated once scratch memory is large enough, so calls can be captured: a captured
-call serves every later batch of the same padded size.
+Nothing is read back or allocated once scratch memory is large enough, so calls can be captured: a call
+captured with a batch that was made with `pad_to` or `max_queries` serves every later one of the same size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def can_attend(call: Call) -> bool:
 
 
 def attend(call: Call) -> None:
-    """Compute a call that `can_attend`. Two launches at least, four at most.
+    """Compute a call that `can_attend`, in four launches at most.
 
     Errors: ArgumentError for a batch without a work list; CaptureError if scratch memory would have to grow.
     """
@@ -64,26 +64,28 @@ def attend(call: Call) -> None:
             parts = fused.Parts(memory[: size * v_dim], memory[size * v_dim : size * (v_dim + 1)])
         most = batch.most_rows
         if most.decode or call.queries.shape[0] > batch.num_tokens:  # padding is zeroed there
-            _decode(fused, args, parts, min(batch.max_queries, DECODE_QUERIES))
+            _decode(fused, args, parts, max(1, min(batch.max_queries, DECODE_QUERIES)))
         if most.extend:
-            _extend(fused, args, parts, most.extend, most.extend_tokens, work.extend_parts)
+            num_parts = work.extend_parts if parts is not None else 1
+            _extend(fused, args, parts, most.extend, most.extend_tokens, num_parts)
         if parts is not None:
             fused.merge(args, parts, DECODE_QUERIES, work.extend_parts > 1)
 
 
 @functools.cache
 def _hopper(name: str) -> ModuleType | None:
-    """Return a module of kernels for Hopper GPUs, which are written in Gluon; None if triton has no Gluon."""
+    """Return a module of kernels for Hopper GPUs, which are written in Gluon; None if triton has no Gluon, or
+    one that is too old."""
     try:
         return import_module(f"pagoda.kernels.{name}")
-    except ImportError:
+    except (ImportError, AttributeError):
         return None
 
 
 def _decode(fused: ModuleType, args: Any, parts: Any, max_queries: int) -> None:
     hopper = _hopper("_latent_hopper") if args.queries.is_cuda and args.values is None else None
     if hopper is None or not hopper.can_decode(
-        args.queries, args.keys, args.scale, args.softcap, args.window
+        args.queries, args.keys, args.out, args.scale, args.softcap, args.window
     ):
         fused.decode(args, parts, max_queries)
         return

@@ -167,9 +167,13 @@ def queries_of(q, first, query, which, is_row, KIND: tl.constexpr, C: tl.constex
 @triton.jit
 def _capped(x, softcap):
     """softcap * tanh(x / softcap), softcap > 0."""
-    small = tl.exp2(tl.abs(x) * (-2.0 * LOG2E / softcap))
+    share = x / softcap
+    square = share * share
+    small = tl.exp2(tl.abs(share) * (-2.0 * LOG2E))
     y = softcap * (1.0 - small) / (1.0 + small)
-    return tl.where(x < 0, -y, y)
+    # 1 − small has few digits where the share is small.
+    series = x * (1.0 + square * (-0.33333333 + square * 0.13333333))
+    return tl.where(square < 0.01, series, tl.where(x < 0, -y, y))
 
 
 @triton.jit

@@ -82,13 +82,19 @@ class Constants:
 
 
 def can_decode(
-    queries: torch.Tensor, latents: torch.Tensor, scale: float, softcap: float, window: int
+    queries: torch.Tensor,
+    latents: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    softcap: float,
+    window: int,
 ) -> bool:
     """Return whether `decode` serves these tensors, which are as in `decode`, on their device."""
     return (
         queries.dtype in (torch.bfloat16, torch.float16)
         and queries.dtype == latents.dtype
         and queries.shape[-1] == latents.shape[-1] == K_DIM
+        and out.shape[-1] == V_DIM
         and scale > 0
         and not softcap
         and not window
