@@ -20,8 +20,8 @@
 //
 // Members are listed segment by segment. The segments of a row are in the order of its keys, cover its span exactly
 // once, and have its parts in this order. The first segment of a row that is split is the last one of its run. There
-// are fewer segments than rows and programs together. Segments of several rows contain rows of one query only. Parts are numbered
-// from 0 over the rows in order. `extend parts` is the most parts of an extend row, 1 if there is none.
+// are fewer segments than rows and programs together. Segments of several rows contain rows of one query only. Parts
+// are numbered from 0 over the rows in order. `extend parts` is the most parts of an extend row, 1 if there is none.
 #pragma once
 
 #include <cstdint>
