@@ -272,6 +272,18 @@ def test_constants_determine_the_types_of_all_arguments(monkeypatch: pytest.Monk
     assert len(found) > 40
 
 
+def test_the_stride_of_one_token_makes_no_variant(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton", reason="needs triton")
+    fused = importlib.import_module("pagoda.kernels._attention_fused")
+    found = set()
+    monkeypatch.setattr(fused, "_run", lambda *args: found.add(args[4:]))
+    case = Case(SHAPES["64x2"], [(70, 1)], 16, padding=None)
+    for stride in (4 * 64, 1000):
+        queries = case.queries.as_strided((1, 4, 64), (stride, 64, 1))
+        attend_of("triton")(case.call(queries, torch.empty(1, 4, 64).as_strided((1, 4, 64), (stride, 64, 1))))
+    assert len(found) == 1
+
+
 # ── the judge itself ────────────────────────────────────────────────────────────────────────────────
 
 

@@ -355,6 +355,11 @@ def _is_interpreted(device: torch.device) -> bool:
     return device.type != "cuda"
 
 
+def _token_stride(tensor: torch.Tensor) -> int:
+    """Return the stride of tokens; for one token, whose stride means nothing, that of a contiguous tensor."""
+    return tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1] * tensor.shape[2]
+
+
 def _known(call: Arguments) -> tuple[Constants, Any]:
     queries, out = call.queries, call.out
     return _constants(
@@ -369,7 +374,7 @@ def _known(call: Arguments) -> tuple[Constants, Any]:
         None if call.sinks is None else call.sinks.dtype,
         call.window > 0,
         call.softcap > 0,
-        (queries.stride(0), queries.stride(1), out.stride(0), out.stride(1)),
+        (_token_stride(queries), queries.stride(1), _token_stride(out), out.stride(1)),
         _is_interpreted(queries.device),
         is_spelled(queries.device),
     )
