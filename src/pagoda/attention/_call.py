@@ -92,6 +92,8 @@ def checked(
             )
         if width > 1 and out.stride(2) != 1:
             raise ArgumentError("out: give a tensor whose last dimension is contiguous")
+        if any(n > 1 and not step for n, step in zip(out.shape, out.stride(), strict=True)):
+            raise ArgumentError("out: give a tensor with memory for every number, not an expanded one")
     if k_dim > 1 and queries.stride(2) != 1:
         queries = queries.contiguous()
     return Call(
@@ -130,7 +132,7 @@ def _require_floats(tensor: Any, name: str, device: torch.device) -> None:
         )
         raise ArgumentError(f"{name}: give a dense tensor of floats with three dimensions, not {found}")
     if tensor.device != device:
-        raise ArgumentError(f"{name} is on {tensor.device} and the batch on {device}: move it there")
+        raise ArgumentError(f"{name}: give a tensor on {device}, where the batch is, not on {tensor.device}")
 
 
 def _number(value: Any, name: str) -> float:

@@ -74,12 +74,9 @@ def attend(call: Call) -> None:
 
 @functools.cache
 def _hopper(name: str) -> ModuleType | None:
-    """Return a module of kernels for Hopper GPUs, which are written in Gluon; None if triton has no Gluon, or
-    one that is too old."""
-    try:
-        return import_module(f"pagoda.kernels.{name}")
-    except (ImportError, AttributeError):
-        return None
+    """Return a module of kernels for Hopper GPUs, which are written in Gluon; None before triton 3.6."""
+    major, minor = import_module("triton").__version__.split(".")[:2]
+    return import_module(f"pagoda.kernels.{name}") if (int(major), int(minor)) >= (3, 6) else None
 
 
 def _decode(fused: ModuleType, args: Any, parts: Any, max_queries: int) -> None:

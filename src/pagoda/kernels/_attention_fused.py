@@ -96,7 +96,7 @@ def _extend(
 ):  # fmt: skip
     # Tiles of extend row i begin at number tokens before it * group // rows + i. The last ones come first,
     # since they read most.
-    head, piece = tl.program_id(0) % C.kv_heads, tl.program_id(1)
+    head, nth = tl.program_id(0) % C.kv_heads, tl.program_id(1)
     k += head * C.k_dim
     v += head * C.v_stride
     number = tl.num_programs(0) // C.kv_heads - 1 - tl.program_id(0) // C.kv_heads
@@ -116,7 +116,7 @@ def _extend(
     first = tl.load(starts + row)
     count = tl.load(starts + row + 1) - first
     num_parts, first_part = tl.load(splits + row * 2), tl.load(splits + row * 2 + 1)
-    if (tile * C.rows < count * C.group) & (piece < num_parts):
+    if (tile * C.rows < count * C.group) & (nth < num_parts):
         length = tl.load(lengths + row)
         pair = tile * C.rows + tl.arange(0, C.rows)
         query, which = pair // C.group, head * C.group + pair % C.group
@@ -138,7 +138,7 @@ def _extend(
         low = from_key // C.keys * C.keys
         high = highest + 1
         per_part = tl.cdiv(tl.cdiv(high - low, C.keys), num_parts) * C.keys
-        low += piece * per_part
+        low += nth * per_part
         high = tl.minimum(high, low + per_part)
         # Every query reads all keys in [inner, outer).
         inner = low
@@ -161,7 +161,7 @@ def _extend(
                 q1, q2, top, total, acc1, acc2, start, from_key, length, at_row, own, k, v, factor,
                 softcap, window, True, C,
             )  # fmt: skip
-        part = tl.where(num_parts > 1, first_part + piece * count, -1)
+        part = tl.where(num_parts > 1, first_part + nth * count, -1)
         finish(top, total, acc1, acc2, part, first, query, which, is_row, out, parts, lses, sinks, v_scale, C)
 
 

@@ -126,7 +126,7 @@ def extend(
     kv_heads = keys.shape[1]
     group = heads // kv_heads
     has_parts = num_parts > 1
-    # One page id serves a chunk within a page; where pages are smaller, each token has its id looked up.
+    # A chunk is within a page, so that one page id serves it.
     constants = Constants(
         _ROWS, _KEYS, _STAGES[dim], kv_heads, group, dim, page, 32 if page >= 32 else 16,
         window > 0, sinks is not None, has_parts,
@@ -146,14 +146,9 @@ def _fill(tile, pool, table, start, from_key, length, n, d, C: gl.constexpr):
     for i in gl.static_range(CHUNKS):
         first = start + i * C.chunk
         at = first + n
-        if C.page < C.chunk:
-            page = gl.load(table + at // C.page, mask=at < length, other=0)
-            slot = page.to(gl.int64) * C.page + at % C.page
-            where = (slot * (C.kv_heads * C.dim))[:, None] + d[None, :]
-        else:
-            page = gl.load(table + first // C.page, mask=first < length, other=0)
-            slot = page.to(gl.int64) * C.page + first % C.page
-            where = slot * (C.kv_heads * C.dim) + ((n * (C.kv_heads * C.dim))[:, None] + d[None, :])
+        page = gl.load(table + first // C.page, mask=first < length, other=0)
+        slot = page.to(gl.int64) * C.page + first % C.page
+        where = slot * (C.kv_heads * C.dim) + ((n * (C.kv_heads * C.dim))[:, None] + d[None, :])
         is_in = at < length
         if C.has_window:
             is_in = is_in & (at >= from_key)
@@ -319,7 +314,7 @@ def _extend(
     # Tiles of extend row i begin at number tokens before it * group // rows + i. The last ones come first,
     # since they read most.
     ROWS: gl.constexpr = C.rows * 2
-    head, piece = gl.program_id(0) % C.kv_heads, gl.program_id(1)
+    head, nth = gl.program_id(0) % C.kv_heads, gl.program_id(1)
     number = gl.num_programs(0) // C.kv_heads - 1 - gl.program_id(0) // C.kv_heads
     num_rows, num_tokens = gl.load(extends), gl.load(extends + 1)
     if number >= num_tokens * C.group // ROWS + num_rows:
@@ -340,8 +335,8 @@ def _extend(
     part = -1
     if C.has_parts:
         num_parts = gl.load(splits + row * 2)
-        part = gl.where(num_parts > 1, gl.load(splits + row * 2 + 1) + piece * count, -1)
-    if (tile * ROWS < count * C.group) & (piece < num_parts):
+        part = gl.where(num_parts > 1, gl.load(splits + row * 2 + 1) + nth * count, -1)
+    if (tile * ROWS < count * C.group) & (nth < num_parts):
         length = gl.load(lengths + row)
         # The first and the last position of the tile. Its queries read keys from from_key on, and this part
         # of them those in the tiles [begin, end) of keys.
@@ -353,7 +348,7 @@ def _extend(
         begin = from_key // C.keys
         end = highest // C.keys + 1
         per_part = gl.cdiv(end - begin, num_parts)
-        begin += piece * per_part
+        begin += nth * per_part
         end = gl.minimum(end, begin + per_part)
         num_turns = gl.maximum(end - begin, 0)
         # All queries read all keys of the turns [since, until). The first turn has a mask in any case.
