@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 # `--hypothesis-profile` chooses one; `profiles.examples` scales what a test asks for by its `max_examples`.
 hypothesis.settings.register_profile("ci", derandomize=True, database=None, deadline=None, max_examples=100)
-hypothesis.settings.register_profile("long", hypothesis.settings.get_profile("ci"), max_examples=200)
+hypothesis.settings.register_profile("long", hypothesis.settings.get_profile("ci"), max_examples=150)
 hypothesis.settings.register_profile(
     "nightly", derandomize=False, deadline=None, max_examples=1000, print_blob=True
 )

@@ -114,7 +114,7 @@ class ManagerMachine(RuleBasedStateMachine):
             capacity["checkpoint"] = data.draw(st.sampled_from([0, 1, 2, 3, 6, 20]))
             interval = data.draw(st.sampled_from([1, 2 * step, 2 * step + 1, 3 * step, 1024]))
             self.model.add_checkpoints(capacity["checkpoint"], interval)
-        workers = data.draw(st.sampled_from([0, 1, 5, WORKERS]))
+        workers = (WORKERS, 0, 1, 5)[(num_rows + max_tokens) % 4]
         self.manager = Manager(
             layout,
             capacity,
