@@ -16,9 +16,7 @@ __all__ = ["Call", "checked"]
 class Call(NamedTuple):
     """Attention of a step's queries over the stored tokens of its rows."""
 
-    queries: (
-        torch.Tensor
-    )  # [tokens, heads, k_dim], at least the batch's num_tokens; the last dimension is dense
+    queries: torch.Tensor  # [tokens, heads, k_dim]: no fewer than the batch's; the last dimension is dense
     out: torch.Tensor  # [tokens, heads, v_dim] of the queries' dtype; the last dimension is dense
     keys: torch.Tensor  # [num_slots, kv_heads, k_dim] contiguous
     values: torch.Tensor | None  # [num_slots, kv_heads, v_dim] contiguous; None: the first v_dim of each key

@@ -26,6 +26,8 @@ from pagoda.kernels._attention_tile_fused import (
     block,
     finish,
     inverse,
+    nothing,
+    pairs_of,
     put,
     queries_of,
     with_sink,
@@ -57,16 +59,10 @@ def _decode(
         next_part, next_first = tl.load(task + 3), tl.load(task + 4)
         next_count, next_length = tl.load(task + 5), tl.load(task + 6)
         if number * C.rows < count * C.group:
-            pair = number * C.rows + tl.arange(0, C.rows)
-            query, which = pair // C.group, head * C.group + pair % C.group
-            is_row = query < count
-            at_row = tl.where(is_row, length - count + query, -1)
+            query, which, is_row, at_row = pairs_of(number, head, count, length, C)
             q1, q2, power = queries_of(q, first, query, which, is_row, KIND, C)
             factor = power * scale
-            top = tl.full([C.rows], LOWEST, tl.float32)
-            total = tl.full([C.rows], 0.0, tl.float32)
-            acc1 = tl.full([C.rows, C.v_first], 0.0, tl.float32)
-            acc2 = tl.full([C.rows, C.v_rest if C.v_rest else 16], 0.0, tl.float32)
+            top, total, acc1, acc2 = nothing(C)
             own = table + row.to(tl.int64) * width
             # From 0: Triton 3.6 takes a lower bound that the outer loop changes for a constant.
             for start in range(0, end - begin, C.keys):
@@ -118,16 +114,10 @@ def _extend(
     num_parts, first_part = tl.load(splits + row * 2), tl.load(splits + row * 2 + 1)
     if (tile * C.rows < count * C.group) & (nth < num_parts):
         length = tl.load(lengths + row)
-        pair = tile * C.rows + tl.arange(0, C.rows)
-        query, which = pair // C.group, head * C.group + pair % C.group
-        is_row = query < count
-        at_row = tl.where(is_row, length - count + query, -1)
+        query, which, is_row, at_row = pairs_of(tile, head, count, length, C)
         q1, q2, power = queries_of(q, first, query, which, is_row, KIND, C)
         factor = power * scale
-        top = tl.full([C.rows], LOWEST, tl.float32)
-        total = tl.full([C.rows], 0.0, tl.float32)
-        acc1 = tl.full([C.rows, C.v_first], 0.0, tl.float32)
-        acc2 = tl.full([C.rows, C.v_rest if C.v_rest else 16], 0.0, tl.float32)
+        top, total, acc1, acc2 = nothing(C)
         own = table + row.to(tl.int64) * width
         # The first and the last position of the tile. Its queries read [low, high), a program a part of it.
         lowest = length - count + tile * C.rows // C.group
@@ -266,9 +256,7 @@ class Arguments(NamedTuple):
     lengths: torch.Tensor  # [rows] int32
     starts: torch.Tensor  # [rows + 1] int32
     indices: torch.Tensor  # [tokens] int32: the row of each token, −1 for padding
-    extends: (
-        torch.Tensor
-    )  # [rows + 1, 2] int32: number of extend rows and their tokens; row, tokens before it
+    extends: torch.Tensor  # [rows + 1, 2] int32: number of extend rows, tokens; each row, tokens before it
     runs: torch.Tensor  # [programs + 1] int32
     tasks: torch.Tensor  # [rows + programs, 8] int32
     splits: torch.Tensor  # [rows, 2] int32

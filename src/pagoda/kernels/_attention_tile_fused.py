@@ -20,7 +20,19 @@ import triton.language as tl
 
 from pagoda.kernels._casts_fused import from_fp8, narrow, wide
 
-__all__ = ["LOG2E", "LOWEST", "Constants", "block", "finish", "inverse", "put", "queries_of", "with_sink"]
+__all__ = [
+    "LOG2E",
+    "LOWEST",
+    "Constants",
+    "block",
+    "finish",
+    "inverse",
+    "nothing",
+    "pairs_of",
+    "put",
+    "queries_of",
+    "with_sink",
+]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e38)  # below every logit, and finite: −inf − −inf would be NaN
@@ -131,6 +143,25 @@ def _unpacked(pairs, KIND: tl.constexpr, C: tl.constexpr):
         low = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
         high = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
     return low.to(KIND), high.to(KIND)
+
+
+@triton.jit
+def pairs_of(number, head, count, length, C: tl.constexpr):
+    """Return the query and the head of each row of a tile, whether it exists, and the query's position."""
+    pair = number * C.rows + tl.arange(0, C.rows)
+    query, which = pair // C.group, head * C.group + pair % C.group
+    is_row = query < count
+    return query, which, is_row, tl.where(is_row, length - count + query, -1)
+
+
+@triton.jit
+def nothing(C: tl.constexpr):
+    """Return top, total, acc1 and acc2, as in `block`, of a tile that has attended to no key yet."""
+    top = tl.full([C.rows], LOWEST, tl.float32)
+    total = tl.full([C.rows], 0.0, tl.float32)
+    acc1 = tl.full([C.rows, C.v_first], 0.0, tl.float32)
+    acc2 = tl.full([C.rows, C.v_rest if C.v_rest else 16], 0.0, tl.float32)
+    return top, total, acc1, acc2
 
 
 @triton.jit

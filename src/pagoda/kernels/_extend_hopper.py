@@ -33,13 +33,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from pagoda.kernels._gluon import LOG2E, barrier, copy
+
 __all__ = ["can_extend", "extend"]
 
-# Triton 3.6 has other names for these two.
-_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
-_LOG2E = gl.constexpr(1.4426950408889634)
 _ROWS = 64  # of a consumer: those of one wgmma
 _KEYS = 128
 _STAGES = {64: 4, 128: 2}  # places of a ring by head size: the two rings have 128 KiB
@@ -135,7 +132,7 @@ def extend(
         queries, keys, values, out, parts if has_parts else out, lses if has_parts else out,
         out if sinks is None else sinks, table, table.stride(0), lengths, starts, extends,
         splits if has_parts else starts, queries.stride(0), queries.stride(1), out.stride(0), out.stride(1),
-        scale * _LOG2E.value, window, constants, num_warps=4,
+        scale * LOG2E.value, window, constants, num_warps=4,
     )  # fmt: skip
 
 
@@ -152,7 +149,7 @@ def _fill(tile, pool, table, start, from_key, length, n, d, C: gl.constexpr):
         is_in = at < length
         if C.has_window:
             is_in = is_in & (at >= from_key)
-        _copy(tile.slice(i * C.chunk, C.chunk), pool + where, mask=is_in[:, None])
+        copy(tile.slice(i * C.chunk, C.chunk), pool + where, mask=is_in[:, None])
 
 
 @gluon.jit
@@ -200,7 +197,7 @@ def _plus_values(acc, p, turn, ring, C: gl.constexpr):
 def _free(turn, ring, C: gl.constexpr):
     """Say that a consumer has read the tile of a turn."""
     _tiles, _full, read = ring
-    _barrier()  # one thread arrives for all
+    barrier()  # one thread arrives for all
     mbarrier.arrive(read.index(turn % C.stages), count=1)
 
 
@@ -260,7 +257,7 @@ def _consume(
     from_q = (first + query).to(gl.int64) * q_token + which * q_head
     q_tile.store(gl.load(q + from_q[:, None] + d[None, :], mask=(query < count)[:, None], other=0.0))
     fence_async_shared()
-    _barrier()
+    barrier()
     at_row = length - count + (pair + gl.arange(0, C.rows, gl.SliceLayout(1, X))) // C.group
     at_row = gl.minimum(at_row, length - 1)
     m = gl.full([C.rows], -1e38, gl.float32, gl.SliceLayout(1, X))
@@ -292,7 +289,7 @@ def _consume(
     if part < 0:
         scaled = gl.full([C.rows], 1.0, gl.float32, gl.SliceLayout(1, O))
         if C.has_sinks:
-            sink = gl.load(sinks + which, mask=is_row, other=0.0).to(gl.float32) * _LOG2E
+            sink = gl.load(sinks + which, mask=is_row, other=0.0).to(gl.float32) * LOG2E
             new = gl.maximum(m, sink)
             l = l * gl.exp2(m - new) + gl.exp2(sink - new)
             scaled = gl.exp2(m - new)
@@ -373,7 +370,7 @@ def _extend(
             mbarrier.init(v_full.index(place), count=128)
             mbarrier.init(k_read.index(place), count=2)  # one thread of each consumer arrives
             mbarrier.init(v_read.index(place), count=2)
-        _barrier()
+        barrier()
         k_ring = (k_tiles, k_full, k_read)
         v_ring = (v_tiles, v_full, v_read)
         own = table + gl.cast(row, gl.int64) * width

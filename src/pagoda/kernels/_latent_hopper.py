@@ -43,18 +43,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from pagoda.kernels._gluon import LOG2E, barrier, copy
+
 __all__ = ["can_decode", "decode"]
 
-# Triton 3.6 has other names for these two.
-_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
-LOG2E = 1.4426950408889634
 K_DIM = 576
 V_DIM = 512
 ROWS = 64  # a wgmma has 64
 
-_LOG2E = gl.constexpr(LOG2E)
 _K_DIM = gl.constexpr(K_DIM)
 _V_DIM = gl.constexpr(V_DIM)
 _HALF = gl.constexpr(V_DIM // 2)  # columns of one consumer
@@ -132,7 +128,7 @@ def decode(
         queries, latents, out,
         out if parts is None else parts, out if lses is None else lses, out if sinks is None else sinks,
         table, table.stride(0), starts, starts.shape[0] - 1, queries.shape[0], runs, runs.shape[0] - 1, tasks,
-        queries.stride(0), queries.stride(1), out.stride(0), out.stride(1), scale * LOG2E,
+        queries.stride(0), queries.stride(1), out.stride(0), out.stride(1), scale * LOG2E.value,
         Constants(heads, page, sinks is not None), num_warps=4,
     )  # fmt: skip
 
@@ -155,9 +151,9 @@ def _load(
     query = pair // C.group
     is_row = (query < count)[:, None]
     where = q + ((first + query).to(gl.int64) * q_token + (pair % C.group) * q_head)[:, None]
-    _copy(q1.index(0).slice(0, _HALF, 1), where + d, mask=is_row)
-    _copy(q1.index(0).slice(_HALF, _HALF, 1), where + (d + _HALF), mask=is_row)
-    _copy(q2.index(0), where + rest, mask=is_row)
+    copy(q1.index(0).slice(0, _HALF, 1), where + d, mask=is_row)
+    copy(q1.index(0).slice(_HALF, _HALF, 1), where + (d + _HALF), mask=is_row)
+    copy(q2.index(0), where + rest, mask=is_row)
     at = begin + n
     page = _pages(table, at, end, C)
     for tile in range(2 * num_pairs):
@@ -165,11 +161,11 @@ def _load(
         is_in = (at < end)[:, None]
         where = k + ((page.to(gl.int64) * C.page + at % C.page) * _K_DIM)[:, None]
         mbarrier.wait(empty.index(place), phase)
-        _copy(k1.index(place).slice(0, _HALF, 1), where + d, mask=is_in)
+        copy(k1.index(place).slice(0, _HALF, 1), where + d, mask=is_in)
         async_copy.mbarrier_arrive(full.index(place), increment_count=False)
         mbarrier.wait(empty.index(2 + place), phase)
-        _copy(k1.index(place).slice(_HALF, _HALF, 1), where + (d + _HALF), mask=is_in)
-        _copy(k2.index(place), where + rest, mask=is_in)
+        copy(k1.index(place).slice(_HALF, _HALF, 1), where + (d + _HALF), mask=is_in)
+        copy(k2.index(place), where + rest, mask=is_in)
         async_copy.mbarrier_arrive(full.index(2 + place), increment_count=False)
         at += _KEYS
         page = _pages(table, at, end, C)
@@ -215,10 +211,10 @@ def _scaled(acc, factor):
 
 
 @gluon.jit
-def _arrive(barrier):
+def _arrive(at):
     """Arrive for a group once all of its threads are here."""
-    _barrier()
-    mbarrier.arrive(barrier)
+    barrier()
+    mbarrier.arrive(at)
 
 
 @gluon.jit
@@ -305,7 +301,7 @@ def _finish(
     d = (FROM + gl.arange(0, _HALF, gl.SliceLayout(0, _O)))[None, :]
     if part < 0:
         if C.has_sinks:
-            sink = gl.load(sinks + which).to(gl.float32) * _LOG2E
+            sink = gl.load(sinks + which).to(gl.float32) * LOG2E
             new = gl.maximum(m, sink)
             factor = gl.exp2(m - new) / (total * gl.exp2(m - new) + gl.exp2(sink - new))
         else:
