@@ -425,8 +425,11 @@ def _decode_tiling(C: Constants, dtype: torch.dtype) -> Tiling:
     return Tiling(rows, min(128, max(16, 8192 // triton.next_power_of_2(size))), 2, 5)
 
 
-def _extend_tiling(C: Constants, dtype: torch.dtype) -> Tiling:
+def _extend_tiling(C: Constants, dtype: torch.dtype, kind: Any) -> Tiling:
+    """Large tiles; small ones in float32, whose products are single instructions (a minute's compilation)."""
     size = _bytes(C, dtype)
+    if kind == tl.float32 and size <= 512:
+        return Tiling(32, 32, 4, 3)
     if size <= 256:
         return Tiling(128, 64, 4, 4)
     return Tiling(64, 32 if size <= 512 else 16, 4 if size <= 512 else 8, 3)
@@ -448,7 +451,7 @@ def decode(call: Arguments, parts: Parts | None, max_queries: int) -> None:
 def extend(call: Arguments, parts: Parts | None, num_rows: int, num_tokens: int, num_parts: int) -> None:
     """Compute the extend rows: at most `num_rows` of `num_tokens` queries, with keys in `num_parts` parts."""
     C, kind = _known(call)
-    tiling = _extend_tiling(C, call.keys.dtype)
+    tiling = _extend_tiling(C, call.keys.dtype, kind)
     C = replace(C, rows=tiling.rows, keys=tiling.keys)
     grid = (C.kv_heads * (num_tokens * C.group // C.rows + num_rows), num_parts, 1)
     args = (
