@@ -392,17 +392,19 @@ class Model:
         del row.steps[row.reserved :]
         del row.known[max(len(row.prompt), row.reserved) :]
 
-    def release(self, number: int) -> None:
-        """It is no part of the step being planned. Only that step's delta can still name it."""
-        row = self.rows.pop(number)
-        own = [self.own(row, g) for g in range(len(self.groups))]
-        if self.is_exact and self.checkpoints is not None:
-            kept = self.last_rolling(row)
-            self.checkpoints.free |= {save.id for save in row.saves if save is not kept}
-            if kept is not None:
-                self.checkpoints.keep(row.path[kept.length // self.resume_step - 1], kept)
-        last = self.step if row.named == self.step else self.step - 1
-        self.waiting.append(Waiting(last, row.path, own))
+    def release(self, numbers: list[int]) -> None:
+        """They are no part of the step being planned; only its delta can still name them. Rows of one call
+        end together: no duplicate of one replaces a page that another has left."""
+        for number in numbers:
+            row = self.rows.pop(number)
+            own = [self.own(row, g) for g in range(len(self.groups))]
+            if self.is_exact and self.checkpoints is not None:
+                kept = self.last_rolling(row)
+                self.checkpoints.free |= {save.id for save in row.saves if save is not kept}
+                if kept is not None:
+                    self.checkpoints.keep(row.path[kept.length // self.resume_step - 1], kept)
+            last = self.step if row.named == self.step else self.step - 1
+            self.waiting.append(Waiting(last, row.path, own))
         self.pass_fence(self.passed)
 
     def fork(self, number: int, children: list[int]) -> None:
