@@ -382,6 +382,23 @@ def test_a_duplicate_that_is_invalid_never_becomes_the_trees(is_bad: bool):
     manager.check()
 
 
+def test_a_page_that_was_lost_names_nobody_who_computed_its_tokens_again():
+    manager = make()
+    first = manager.admit(tokens(6)).row
+    compute(manager, first, tokens(6))
+    lost = int(manager.page_ids(first, "full")[0])
+    assert manager.invalidate("full", [lost]).tolist() == [first]
+    manager.release(first)
+    end_step(manager)
+    again = manager.admit(tokens(6))
+    assert again.hit == 0
+    compute(manager, again.row, tokens(6))
+    assert [node.is_lost for node in manager.tree.nodes() if lost in node.columns[0]] == [True]
+    assert manager.invalidate("full", [lost]).tolist() == []
+    assert manager.hit(tokens(6)) == 4
+    manager.check()
+
+
 def test_a_rollback_keeps_pages_for_what_is_reserved_next():
     manager = make()
     tables = Tables(manager)
