@@ -168,7 +168,7 @@ class Model:
     def has_room(self, needed: list[int], spare: int, locked: int = 0) -> bool:
         for g, n in enumerate(needed):
             free, evictable, *_ = self.counts(g)
-            if n > 0 and n + spare > free + evictable - locked * self.columns(g):
+            if n + locked > 0 and n + spare > free + evictable - locked * self.columns(g):
                 return False
         return True
 

@@ -805,7 +805,7 @@ class ManagerMachine(RuleBasedStateMachine):
         group = model.groups[g]
         bad = data.draw(st.sets(st.integers(1, group.total), min_size=1, max_size=3))
         columns = range(sum(model.columns(other) for other in range(g)), 1000)[: model.columns(g)]
-        # Whoever depends on pages that were lost earlier was named then; others computed the same tokens again.
+        # Who depends on pages that were lost earlier was named then; others computed the tokens again.
         nodes = [
             node
             for node in self.manager.tree.nodes(10**6, 10**6)
@@ -1053,3 +1053,25 @@ def test_rows_of_one_release_end_together(calls: list[list[int]], counts: tuple[
         model.release(rows)
     assert manager.stats().groups[0][2:] == counts
     assert model.counts(0) == counts
+
+
+@pytest.mark.parametrize(("watermark", "num_given", "can"), [(1, 1, False), (1, 0, True), (0, 1, True)])
+def test_a_hit_leaves_the_watermark_even_if_nothing_is_reserved(watermark: int, num_given: int, can: bool):
+    """Pages that a hit leases can no longer be evicted for rows that grow."""
+    manager = Manager(Layout([FULL], 1), {"full": 3}, num_rows=1, max_tokens=8, watermark=watermark)
+    model = Model([GroupModel("full", 1, None, 3)], 1, 8, watermark, 1)
+    row = manager.admit([0, 0]).row
+    model.admit(row, b"", [], [0, 0], 0, 2, True, 1)
+    manager.plan(row, 2)
+    manager.commit(row, [0, 0])
+    manager.pass_fence(1)
+    manager.release(row)
+    model.step = 2
+    model.rows[row].steps += [1, 1]
+    model.commit(row, 2)
+    model.pass_fence(1)
+    model.release([row])
+    model.alloc_pages(0, set(manager.alloc_pages("full", num_given).tolist()))
+    assert manager.stats().groups[0][2:4] == model.counts(0)[:2] == (1 - num_given, 2)
+    assert manager.can_admit([0, 0, 0], reserve=0) is can
+    assert model.can_admit(b"", [], [0, 0, 0], 0, 2) is can
