@@ -328,11 +328,13 @@ def _constants(
         kind = torch.float32
     k_first, k_rest = _pieces(k_dim // step, bool(fp8))
     v_first, v_rest = _pieces(v_dim // step, bool(fp8))
+    if is_latent and fp8 and k_first <= 64:  # what is behind the value is computed, and not stored
+        v_first = v_rest = k_first
     constants = Constants(
         0, 0, kv_heads, group, k_dim // step, k_first, k_rest, v_dim // step, v_first, v_rest,
         (k_dim if is_latent else v_dim) // step, page, fp8,
         # A value in pieces that are not those of its key is read apart.
-        is_latent and not fp8 and v_first == k_first and not v_rest and v_dim == v_first,
+        is_latent and v_first == k_first and (v_rest == k_rest if fp8 else v_dim == v_first),
         kind == torch.float16 and q_dtype == torch.bfloat16, has_window, sinks is not None, has_softcap,
         spells, is_interpreted, (str(q_dtype), str(dtype), str(sinks)), *strides,
     )  # fmt: skip
@@ -416,29 +418,37 @@ def _bytes(C: Constants, dtype: torch.dtype) -> int:
     )
 
 
-def _decode_tiling(C: Constants, dtype: torch.dtype) -> Tiling:
+def _decode_tiling(C: Constants, dtype: torch.dtype, kind: Any) -> Tiling:
     """Tiles of 8 KiB of keys, of which four programs of two warps fit a multiprocessor."""
-    rows = min(64, max(16, triton.next_power_of_2(C.group)))
+    rows = min(_most_rows(C, kind), max(16, triton.next_power_of_2(C.group)))
     size = _bytes(C, dtype)
     if rows > 16:
         return Tiling(rows, 64 if size <= 256 else 32 if size <= 512 else 16, 8 if size > 512 else 4, 3)
-    return Tiling(rows, min(128, max(16, 8192 // triton.next_power_of_2(size))), 2, 5)
+    if size > 512:
+        return Tiling(rows, 16, 4, 3)
+    return Tiling(rows, min(128, 8192 // triton.next_power_of_2(size)), 2, 5)
 
 
 def _extend_tiling(C: Constants, dtype: torch.dtype, kind: Any) -> Tiling:
-    """Large tiles; small ones in float32, whose products are single instructions (a minute's compilation)."""
+    """Large tiles; small ones in float32, of which every product is an instruction: else it compiles for a
+    minute."""
     size = _bytes(C, dtype)
-    if kind == tl.float32 and size <= 512:
-        return Tiling(32, 32, 4, 3)
-    if size <= 256:
+    if size <= 256 and kind != tl.float32:
         return Tiling(128, 64, 4, 4)
-    return Tiling(64, 32 if size <= 512 else 16, 4 if size <= 512 else 8, 3)
+    rows = min(32 if kind == tl.float32 else 64, _most_rows(C, kind))
+    return Tiling(rows, 32 if size <= 512 else 16, 4 if size <= 512 else 8, 3)
+
+
+def _most_rows(C: Constants, kind: Any) -> int:
+    """Return for how many pairs (query, head) shared memory has room: at most 64."""
+    size = (C.k_first + C.k_rest) * kind.primitive_bitwidth // 8
+    return min(64, 1 << (81920 // size).bit_length() - 1)
 
 
 def decode(call: Arguments, parts: Parts | None, max_queries: int) -> None:
     """Compute the rows of the work list, which have at most `max_queries` queries, and zero the padding."""
     C, kind = _known(call)
-    tiling = _decode_tiling(C, call.keys.dtype)
+    tiling = _decode_tiling(C, call.keys.dtype, kind)
     C = replace(C, rows=tiling.rows, keys=tiling.keys)
     grid = (C.kv_heads, triton.cdiv(max_queries * C.group, C.rows), call.runs.shape[0] - 1)
     args = (
