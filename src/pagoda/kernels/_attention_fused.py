@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagoda.kernels._attention_tile_fused import (
     LOG2E,
@@ -41,8 +42,10 @@ __all__ = ["Arguments", "Parts", "decode", "extend", "merge"]
 @triton.jit(do_not_specialize=["width", "window", "num_rows", "num_queries"])
 def _decode(
     q, k, v, out, parts, lses, sinks, table, width, runs, tasks, starts, num_rows, num_queries, scale,
-    softcap, window, v_scale, KIND: tl.constexpr, C: tl.constexpr,
+    softcap, window, v_scale, OVERLAPS: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAPS:  # the merge may be launched: it waits for the end of this kernel before it reads parts
+        gdc_launch_dependents()
     head, number, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     k += head * C.k_dim
     v += head * C.v_stride
@@ -201,20 +204,22 @@ def _merge_one(
 
 @triton.jit(do_not_specialize=[])
 def _merge_runs(
-    parts, lses, out, sinks, runs, tasks, v_scale, BLOCK: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr
-):
+    parts, lses, out, sinks, runs, tasks, v_scale, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     # A row that is split begins at the end of a run.
-    after = tl.load(runs + tl.program_id(0) + 1)
-    if after > tl.load(runs + tl.program_id(0)):
-        task = tasks + (after - 1) * 8
-        part, first = tl.load(task + 3), tl.load(task + 4)
-        count, num_parts = tl.load(task + 5), tl.load(task + 7)
-        if num_parts > 1:
-            for query in range(count):
-                _merge_one(
-                    first + query, part + query, count, num_parts, parts, lses, out, sinks, v_scale,
-                    BLOCK, WIDTH, C,
-                )  # fmt: skip
+    before, after = tl.load(runs + tl.program_id(0)), tl.load(runs + tl.program_id(0) + 1)
+    task = tasks + tl.maximum(after - 1, 0) * 8
+    part, first = tl.load(task + 3), tl.load(task + 4)
+    count, num_parts = tl.load(task + 5), tl.load(task + 7)
+    if OVERLAPS:
+        gdc_wait()
+    if (after > before) & (num_parts > 1):
+        for query in range(count):
+            _merge_one(
+                first + query, part + query, count, num_parts, parts, lses, out, sinks, v_scale, BLOCK, WIDTH,
+                C,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[])
@@ -355,6 +360,12 @@ def _is_interpreted(device: torch.device) -> bool:
     return device.type != "cuda"
 
 
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one that it waits for has ended (from Hopper on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def _known(call: Arguments) -> tuple[Constants, Any]:
     queries, out = call.queries, call.out
     return _constants(
@@ -397,12 +408,18 @@ def _scales(call: Arguments) -> tuple[float, float, int, float]:
 
 
 @functools.cache
-def _launcher(kernel: Any, num_warps: int, num_stages: int) -> Launch:
-    return Launch(kernel, num_warps=num_warps, num_stages=num_stages)
+def _launcher(kernel: Any, num_warps: int, num_stages: int, overlaps: bool) -> Launch:
+    options = {"launch_pdl": True} if overlaps else {}
+    return Launch(kernel, num_warps=num_warps, num_stages=num_stages, **options)
 
 
 def _run(
-    kernel: Any, tiling: Tiling, grid: tuple[int, int, int], args: tuple[Any, ...], *constants: Any
+    kernel: Any,
+    tiling: Tiling,
+    grid: tuple[int, int, int],
+    args: tuple[Any, ...],
+    *constants: Any,
+    overlaps: bool = False,
 ) -> None:
     """Launch a kernel without looking its variant up again, unless a tensor is not aligned.
 
@@ -410,7 +427,7 @@ def _run(
     """
     aligned = all(arg.data_ptr() % 16 == 0 for arg in args if isinstance(arg, torch.Tensor))
     if aligned:
-        _launcher(kernel, tiling.num_warps, tiling.num_stages)(grid, *args, constants=constants)
+        _launcher(kernel, tiling.num_warps, tiling.num_stages, overlaps)(grid, *args, constants=constants)
     else:
         options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
         kernel[grid](*args, *constants, **options)
@@ -449,7 +466,7 @@ def decode(call: Arguments, parts: Parts | None, max_queries: int) -> None:
         *_tensors(call, parts, C), call.table.stride(0), call.runs, call.tasks, call.starts, call.num_rows,
         call.queries.shape[0], *_scales(call),
     )  # fmt: skip
-    _run(_decode, tiling, grid, args, kind, C)
+    _run(_decode, tiling, grid, args, parts is not None and _overlaps(call.queries.device), kind, C)
 
 
 def extend(call: Arguments, parts: Parts | None, num_rows: int, num_tokens: int, num_parts: int) -> None:
@@ -472,9 +489,11 @@ def merge(call: Arguments, parts: Parts, skipped: int, has_extends: bool) -> Non
     sinks = call.lengths.view(torch.float32) if call.sinks is None else call.sinks
     heads, width = C.kv_heads * C.group, triton.next_power_of_2(call.out.shape[2])
     tiling, at_once = Tiling(1, 1, 4, 1), min(64, 16384 // width)
+    overlaps = _overlaps(call.queries.device)
     _run(
         _merge_runs, tiling, (call.runs.shape[0] - 1, heads, 1),
-        (*tensors, sinks, call.runs, call.tasks, float(call.v_scale)), at_once, width, C,
+        (*tensors, sinks, call.runs, call.tasks, float(call.v_scale)), overlaps, at_once, width, C,
+        overlaps=overlaps,
     )  # fmt: skip
     if has_extends:
         _run(
