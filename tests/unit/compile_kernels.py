@@ -197,7 +197,9 @@ def attention() -> None:
     attention_fused._is_interpreted = lambda device: False
     attention_fused.is_spelled = lambda device: CAPABILITY < 89
     for name, shape in ATTENTION.items():
-        if CAPABILITY < 90 and (name == "large" or name.startswith("latent in fp8")):  # minutes of compilation
+        if CAPABILITY < 90 and (
+            name == "large" or name.startswith("latent in fp8")
+        ):  # minutes of compilation
             continue
         before = {each: len(variants) for each, variants in compiled.items()}
         for sizes in ((1, 1, 1, 1), (16, 64, 16, 16), (5, 33, 7, 2**31 - 1)):
@@ -236,7 +238,7 @@ def hopper() -> None:
             torch.zeros(20, 8, dim).to(torch.bfloat16),
         )
         lists = ints(4, 8), ints(4), ints(5), ints(5, 2), 4, 20, page, 0.1
-        for parts in ((), (ints(4, 2), 3, torch.zeros(64), torch.zeros(64))):
+        for parts in ((), (ints(4, 2), 3, 66, torch.zeros(64), torch.zeros(64))):
             extend_hopper.extend(queries, pool, pool, queries, *lists, *more, *parts)
     latents = torch.zeros(64, 1, 576, dtype=torch.bfloat16)
     for heads, sinks in ((128, None), (16, torch.zeros(16))):
