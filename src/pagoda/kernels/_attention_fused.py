@@ -49,7 +49,9 @@ def _decode(
 ):  # fmt: skip
     if OVERLAPS:  # the merge may be launched: it waits for the end of this kernel before it reads parts
         gdc_launch_dependents()
-    head, number, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Tiles behind the first come last: few rows have more queries than one tile, and programs that have
+    # nothing to do would be in the way of others.
+    head, program, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     k += head * C.k_dim
     v += head * C.v_stride
     task = tasks + tl.load(runs + program) * 8
@@ -83,7 +85,7 @@ def _decode(
         pair = tl.arange(0, C.rows)
         none = tl.full([C.rows, C.v_first], 0.0, tl.float32)
         other = tl.full([C.rows, C.v_rest if C.v_rest else 16], 0.0, tl.float32)
-        for token in range(tl.load(starts + num_rows) + program, num_queries, tl.num_programs(2)):
+        for token in range(tl.load(starts + num_rows) + program, num_queries, tl.num_programs(1)):
             for of in range(0, C.group, C.rows):
                 to = (pair * 0 + token).to(tl.int64) * C.out_token + (head * C.group + of + pair) * C.out_head
                 put(out, to, none, other, of + pair < C.group, C)
@@ -469,7 +471,7 @@ def decode(call: Arguments, parts: Parts | None, max_queries: int) -> None:
     C, kind = _known(call)
     tiling = _decode_tiling(C, call.keys.dtype, kind)
     C = replace(C, rows=tiling.rows, keys=tiling.keys)
-    grid = (C.kv_heads, triton.cdiv(max_queries * C.group, C.rows), call.runs.shape[0] - 1)
+    grid = (C.kv_heads, call.runs.shape[0] - 1, triton.cdiv(max_queries * C.group, C.rows))
     args = (
         *_tensors(call, parts, C), call.table.stride(0), call.runs, call.tasks, call.starts, call.num_rows,
         call.queries.shape[0], *_scales(call),
@@ -497,7 +499,7 @@ def merge(call: Arguments, parts: Parts, skipped: int, has_extends: bool) -> Non
     tensors = (parts.results, parts.lses, readable(call.out, C.has_bits))
     sinks = call.lengths.view(torch.float32) if call.sinks is None else call.sinks
     heads, width = C.kv_heads * C.group, triton.next_power_of_2(call.out.shape[2])
-    tiling, at_once = Tiling(1, 1, 4, 1), min(64, 16384 // width)
+    tiling, at_once = Tiling(1, 1, 4, 1), min(64, 8192 // width)
     overlaps = _overlaps(call.queries.device)
     _run(
         _merge_runs, tiling, (call.runs.shape[0] - 1, heads, 1),
