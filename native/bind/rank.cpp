@@ -126,6 +126,8 @@ void bind_rank(nb::module_& m) {
         nb::arg("target"), "Return the most parts of a work list, over all steps of this size.");
   m.attr("DECODE_QUERIES") = kDecodeQueries;
   m.attr("EXTEND_PARTS") = kExtendParts;
+  m.attr("EXTEND_TILE") = kExtendTile;
+  m.attr("EXTEND_SHARE") = kExtendShare;
   m.attr("MAX_TARGET") = kMaxTarget;
   nb::class_<Rank>(m, "Rank", "The host side of pagoda.pools.Pools.")
       .def("__init__", &construct, nb::arg("groups").none(), nb::arg("num_rows").none(), nb::arg("max_tokens").none(),

@@ -6,14 +6,17 @@ namespace pagoda {
 
 namespace {
 
-constexpr int64_t kBoundary = 64;    // a row is cut at multiples of it
-constexpr int64_t kMinQuota = 256;   // keys of a program: fewer are not worth a merge
-constexpr int64_t kSlack = 16;       // a program may have one part in so many more keys if that saves a cut
-constexpr int64_t kTile = 32;        // queries of a tile of an extend row, about
-constexpr int64_t kExtendShare = 4;  // a program of an extend row fills a multiprocessor, which runs so many others
+constexpr int64_t kBoundary = 64;   // a row is cut at multiples of it
+constexpr int64_t kMinQuota = 256;  // keys of a program: fewer are not worth a merge
+constexpr int64_t kSlack = 16;      // a program may have one part in so many more keys if that saves a cut
 constexpr int64_t kMinExtendPart = 1024;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The most parts of an extend row in a step whose extend rows have so many tiles.
+int64_t most_extend_parts(int64_t tiles, int64_t target) {
+  return tiles > 0 ? std::clamp<int64_t>(target / kExtendShare / tiles, 1, kExtendParts) : 1;
+}
 
 }  // namespace
 
@@ -22,9 +25,9 @@ int64_t most_parts(int64_t num_rows, int64_t num_tokens, int64_t max_queries, in
   const int64_t queries = std::min({kDecodeQueries, max_queries, num_tokens});
   const int64_t split_rows = std::min(num_rows, target - 1);
   const int64_t decode = queries * (target - 1) + std::min(num_tokens, queries * split_rows);
-  // An extend row has at most target / kExtendShare / tiles parts, or one, and at most kTile tokens per tile.
+  // An extend row has at most target / kExtendShare / tiles parts, or one, and at most kExtendTile tokens per tile.
   const int64_t extend =
-      max_queries > kDecodeQueries ? std::min(kTile * (target / kExtendShare), kExtendParts * num_tokens) : 0;
+      max_queries > kDecodeQueries ? std::min(kExtendTile * (target / kExtendShare), kExtendParts * num_tokens) : 0;
   return decode + extend;
 }
 
@@ -55,7 +58,7 @@ int64_t WorkLists::make_group(const WorkGroup& group, Ids lengths, Ids counts, i
   int64_t total = 0, tiles = 0, num_decode = 0;
   for (int64_t i = 0; i < n; ++i) {
     if (counts[i] > kDecodeQueries) {
-      tiles += ceil_div(counts[i], kTile);
+      tiles += ceil_div(counts[i], kExtendTile);
     } else if (counts[i] > 0) {
       total += lengths[i] - span_begin(lengths[i], counts[i], group.window);
       ++num_decode;
@@ -70,8 +73,7 @@ int64_t WorkLists::make_group(const WorkGroup& group, Ids lengths, Ids counts, i
     num_alone += std::max<int64_t>(1, ceil_div(span - slack, quota));
   }
   const bool is_alone = num_alone <= group.target;
-  const int64_t extend_parts =
-      tiles > 0 ? std::min(kExtendParts, std::max<int64_t>(1, group.target / kExtendShare / tiles)) : 1;
+  const int64_t extend_parts = most_extend_parts(tiles, group.target);
 
   // Members, splits and runs are made behind the longest list of segments, from where they are moved.
   const int64_t most_segments = num_decode + group.target;
@@ -143,12 +145,14 @@ void check_work(const WorkView& work, const WorkGroup& group, const std::string&
            ": give the manager and the pools the same workers, and the manager the layout of one rank");
   }
   const int64_t n = lengths.size, num_segments = work.segments.size / 4, num_members = work.members.size / 2;
-  int64_t num_parts = 0, most_extend = 1, num_tokens = 0, most_queries = 0;
+  int64_t num_parts = 0, most_extend = 1, num_tokens = 0, most_queries = 0, tiles = 0;
+  for (int64_t i = 0; i < n; ++i) tiles += counts[i] > kDecodeQueries ? ceil_div(counts[i], kExtendTile) : 0;
+  const int64_t extend_parts = most_extend_parts(tiles, work.target);
   std::vector<int32_t> next(static_cast<size_t>(2 * n));  // for each row, the first key not covered and the next part
   for (int64_t i = 0; i < n; ++i) {
     const int64_t count = counts[i], parts = work.splits[2 * i], first = work.splits[2 * i + 1];
     const bool is_extend = count > kDecodeQueries;
-    if (count == 0 ? parts != 0 : parts < 1 || (is_extend && parts > kExtendParts) || parts > n + group.target) {
+    if (count == 0 ? parts != 0 : parts < 1 || (is_extend && parts > extend_parts) || parts > n + group.target) {
       refuse("splits row " + text(i) + " of the step, which computes " + text(count) + " tokens, into " + text(parts));
     }
     if (first != (parts > 1 ? num_parts : -1)) refuse("numbers the parts of row " + text(i) + " of the step wrongly");

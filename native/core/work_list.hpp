@@ -20,6 +20,8 @@ namespace pagoda {
 
 constexpr int64_t kDecodeQueries = 8;          // the most tokens that a decode row computes
 constexpr int64_t kExtendParts = 16;           // the most parts of an extend row
+constexpr int64_t kExtendTile = 32;            // queries of a tile of an extend row, about
+constexpr int64_t kExtendShare = 4;            // a program of an extend row takes the place of so many others
 constexpr int64_t kMaxTarget = (1 << 16) - 1;  // the largest grid of programs in one dimension
 
 // How the spans of one group are split.

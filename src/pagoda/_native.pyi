@@ -209,6 +209,8 @@ def most_parts(num_rows: int, num_tokens: int, max_queries: int, target: int) ->
 
 DECODE_QUERIES: int
 EXTEND_PARTS: int
+EXTEND_TILE: int
+EXTEND_SHARE: int
 MAX_TARGET: int
 
 class Rank:

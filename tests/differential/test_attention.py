@@ -259,7 +259,7 @@ def test_constants_determine_the_types_of_all_arguments(monkeypatch: pytest.Monk
     fused = importlib.import_module("pagoda.kernels._attention_fused")
     found: dict[Any, tuple[Any, ...]] = {}
 
-    def record(kernel: Any, tiling: Any, grid: Any, args: tuple[Any, ...], *constants: Any) -> None:
+    def record(kernel: Any, tiling: Any, grid: Any, args: tuple[Any, ...], *constants: Any, **_: Any) -> None:
         types = tuple(arg.dtype if isinstance(arg, torch.Tensor) else type(arg) for arg in args)
         assert found.setdefault((kernel, tiling[2:], constants), types) == types
 
@@ -276,7 +276,7 @@ def test_the_stride_of_one_token_makes_no_variant(monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("triton", reason="needs triton")
     fused = importlib.import_module("pagoda.kernels._attention_fused")
     found = set()
-    monkeypatch.setattr(fused, "_run", lambda *args: found.add(args[4:]))
+    monkeypatch.setattr(fused, "_run", lambda *args, **_: found.add(args[4:]))
     case = Case(SHAPES["64x2"], [(70, 1)], 16, padding=None)
     for stride in (4 * 64, 1000):
         queries = case.queries.as_strided((1, 4, 64), (stride, 64, 1))

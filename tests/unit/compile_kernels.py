@@ -187,7 +187,8 @@ ATTENTION: dict[str, Shape] = {
     "in two pieces": (6, 2, 80, 96, torch.bfloat16, torch.float32, True),
     "e4m3": (8, 2, 128, 128, torch.float8_e4m3fn, torch.bfloat16, False),
     "latent": (128, 1, 576, 0, torch.bfloat16, torch.bfloat16, True),
-    "latent in fp8": (16, 1, 576, 0, torch.float8_e5m2, torch.float16, False),
+    "latent in fp8": (128, 1, 576, 0, torch.float8_e5m2, torch.float16, False),
+    "latent in fp8 for float32": (16, 1, 576, 0, torch.float8_e4m3fn, torch.float32, False),
 }
 
 
@@ -196,7 +197,9 @@ def attention() -> None:
     attention_fused._is_interpreted = lambda device: False
     attention_fused.is_spelled = lambda device: CAPABILITY < 89
     for name, shape in ATTENTION.items():
-        if CAPABILITY < 90 and name in ("large", "latent in fp8"):  # minutes of compilation
+        if CAPABILITY < 90 and (
+            name == "large" or name.startswith("latent in fp8")
+        ):  # minutes of compilation
             continue
         before = {each: len(variants) for each, variants in compiled.items()}
         for sizes in ((1, 1, 1, 1), (16, 64, 16, 16), (5, 33, 7, 2**31 - 1)):
@@ -235,7 +238,7 @@ def hopper() -> None:
             torch.zeros(20, 8, dim).to(torch.bfloat16),
         )
         lists = ints(4, 8), ints(4), ints(5), ints(5, 2), 4, 20, page, 0.1
-        for parts in ((), (ints(4, 2), 3, torch.zeros(64), torch.zeros(64))):
+        for parts in ((), (ints(4, 2), 3, 66, torch.zeros(64), torch.zeros(64))):
             extend_hopper.extend(queries, pool, pool, queries, *lists, *more, *parts)
     latents = torch.zeros(64, 1, 576, dtype=torch.bfloat16)
     for heads, sinks in ((128, None), (16, torch.zeros(16))):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pagoda._native import most_parts
 from pagoda.errors import ArgumentError, CaptureError, ConfigError
+from pagoda.kernels._attention_extend import num_extend_programs
 from pagoda.layout import FullAttention, LatentAttention, Layout, WindowAttention, latent, latent_fp8
 from pagoda.layout._work import WORKERS, work_target
 from pagoda.manager import Delta, Manager
@@ -305,6 +306,14 @@ def drop_segment_and_member(words: list[int]) -> None:
     words[4] -= 1
 
 
+def lower_target(words: list[int]) -> None:
+    """One program, for which no extend row is split, and as many segments as before."""
+    words[0], words[6], words[7] = 1, words[6] - 2 * 20, 1
+    split(2, 0, 1)(words)
+    split(2, 1, -1)(words)
+    words[words[5] + 2 * 4 + 1] -= 2 * 20
+
+
 BAD = {
     "segments outside of the section": (entry(1, 10_000), "truncated"),
     "segments in the directory": (entry(1, 4), "truncated"),
@@ -315,7 +324,7 @@ BAD = {
     "a negative target": (entry(0, -9), "truncated"),
     "runs outside of the section": (entry(0, 60), "truncated"),
     "a larger target": (entry(0, TARGET + 1), "room for 9: .* same workers"),
-    "a smaller target": (entry(0, 1), "too many for 5 rows"),
+    "a smaller target": (lower_target, "too many for 5 rows"),
     "fewer runs": (entry(0, TARGET - 1), "segments that no program computes"),
     "a first run that begins late": (run(0, 1), "runs of segments that are out of order"),
     "a first run that begins early": (run(0, -1), "runs of segments that are out of order"),
@@ -329,6 +338,7 @@ BAD = {
     "a row without queries is split": (split(3, 0, 1), "splits row 3 .* computes 0 tokens"),
     "a row with queries is in no part": (split(1, 0, 0), "splits row 1 "),
     "more parts than an extend row can have": (split(2, 0, 17), "splits row 2 "),
+    "more parts than there are places for its programs": (split(2, 0, 3), "splits row 2 "),
     "an absurd number of parts": (split(0, 0, 2**31 - 1), "splits row 0 "),
     "a first part twice": (split(4, 1, 0), "numbers the parts of row 4"),
     "a first part of a row that is not split": (split(1, 1, 3), "numbers the parts of row 1"),
@@ -486,3 +496,24 @@ def test_scratch_grows_stays_and_is_counted(monkeypatch: pytest.MonkeyPatch):
     assert {first.data_ptr(), more.data_ptr()} <= {tensor.data_ptr() for tensor in pools.tensors()}
     assert batch.scratch(1) is more
     pools.check()
+
+
+@settings(max_examples=200)
+@given(
+    counts=st.lists(st.integers(9, 300), min_size=1, max_size=12),
+    spare=st.tuples(st.integers(0, 3), st.integers(0, 400)),
+    target=st.integers(1, 600),
+    group=st.sampled_from([1, 3, 4, 8, 64, 128]),
+    tile_rows=st.sampled_from([16, 32, 64, 128]),
+)
+def test_every_tile_and_part_of_an_extend_row_has_a_program(
+    counts: list[int], spare: tuple[int, int], target: int, group: int, tile_rows: int
+):
+    """Also in a graph, whose sizes are bounds."""
+    lengths = [count + 100_000 for count in counts]
+    most = max(parts for parts, _ in work_model(lengths, counts, None, target).splits)
+    num_rows, num_tokens = len(counts) + spare[0], sum(counts) + spare[1]
+    tiles = sum(counts) * group // tile_rows + len(counts)
+    for parts in (most, 16):
+        made = num_extend_programs(num_rows, num_tokens, parts, tile_rows, group, target)
+        assert made >= tiles * most

@@ -16,7 +16,7 @@ import torch
 
 from pagoda._native import DECODE_QUERIES
 from pagoda.attention._call import Call
-from pagoda.errors import ArgumentError
+from pagoda.errors import ArgumentError, CaptureError
 from pagoda.kernels import on_device, triton_module
 
 __all__ = ["attend", "can_attend"]
@@ -38,7 +38,8 @@ def can_attend(call: Call) -> bool:
 def attend(call: Call) -> None:
     """Compute a call that `can_attend`, in four launches at most.
 
-    Errors: ArgumentError for a batch without a work list; CaptureError if scratch memory would have to grow.
+    Errors: ArgumentError for a batch without a work list; CaptureError if scratch memory would have to grow,
+    or if the batch was made without `pad_to` and `max_queries`.
     """
     batch, view = call.batch, call.view
     work = view.work
@@ -46,6 +47,10 @@ def attend(call: Call) -> None:
         raise ArgumentError("batch: it has no work list: give Manager and Pools the same workers, above 0")
     if not call.queries.shape[0]:
         return
+    if batch.is_exact and call.queries.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            "batch: it fits its own step only: make it with pad_to and max_queries for a graph"
+        )
     if call.scale < 0:
         call = call._replace(queries=-call.queries, scale=-call.scale)
     fused = triton_module("_attention_fused")
@@ -102,5 +107,5 @@ def _extend(fused: ModuleType, args: Any, parts: Any, num_rows: int, num_tokens:
     hopper.extend(
         args.queries, args.keys, args.values, args.out, args.table, args.lengths, args.starts, args.extends,
         num_rows, num_tokens, args.page, args.scale, args.window, args.sinks, args.splits, num_parts,
-        *(parts or ()),
+        args.runs.shape[0] - 1, *(parts or ()),
     )  # fmt: skip

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pagoda.kernels._attention_extend import num_extend_programs
 from pagoda.kernels._attention_tile_fused import (
     LOG2E,
     LOWEST,
@@ -43,9 +45,13 @@ __all__ = ["Arguments", "Parts", "decode", "extend", "merge"]
 @triton.jit(do_not_specialize=["width", "window", "num_rows", "num_queries"])
 def _decode(
     q, k, v, out, parts, lses, sinks, table, width, runs, tasks, starts, num_rows, num_queries, scale,
-    softcap, window, v_scale, KIND: tl.constexpr, C: tl.constexpr,
+    softcap, window, v_scale, OVERLAPS: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    head, number, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if OVERLAPS:  # the merge may be launched: it waits for the end of this kernel before it reads parts
+        gdc_launch_dependents()
+    # Tiles behind the first come last: few rows have more queries than one tile, and programs that have
+    # nothing to do would be in the way of others.
+    head, program, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     k += head * C.k_dim
     v += head * C.v_stride
     task = tasks + tl.load(runs + program) * 8
@@ -79,7 +85,7 @@ def _decode(
         pair = tl.arange(0, C.rows)
         none = tl.full([C.rows, C.v_first], 0.0, tl.float32)
         other = tl.full([C.rows, C.v_rest if C.v_rest else 16], 0.0, tl.float32)
-        for token in range(tl.load(starts + num_rows) + program, num_queries, tl.num_programs(2)):
+        for token in range(tl.load(starts + num_rows) + program, num_queries, tl.num_programs(1)):
             for of in range(0, C.group, C.rows):
                 to = (pair * 0 + token).to(tl.int64) * C.out_token + (head * C.group + of + pair) * C.out_head
                 put(out, to, none, other, of + pair < C.group, C)
@@ -91,14 +97,15 @@ def _extend(
     v_scale, KIND: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     # Tiles of extend row i begin at number tokens before it * group // rows + i. The last ones come first,
-    # since they read most.
-    head, nth = tl.program_id(0) % C.kv_heads, tl.program_id(1)
+    # since they read most, and all tiles with their first part before those with their second.
+    head, program = tl.program_id(0) % C.kv_heads, tl.program_id(0) // C.kv_heads
     k += head * C.k_dim
     v += head * C.v_stride
-    number = tl.num_programs(0) // C.kv_heads - 1 - tl.program_id(0) // C.kv_heads
     num_extends, num_tokens = tl.load(extends), tl.load(extends + 1)
-    if number >= num_tokens * C.group // C.rows + num_extends:
+    num_tiles = num_tokens * C.group // C.rows + num_extends
+    if num_tiles == 0:
         return
+    number, nth = num_tiles - 1 - program % num_tiles, program // num_tiles
     low = 0
     high = num_extends
     while low + 1 < high:
@@ -191,20 +198,22 @@ def _merge_one(
 
 @triton.jit(do_not_specialize=[])
 def _merge_runs(
-    parts, lses, out, sinks, runs, tasks, v_scale, BLOCK: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr
-):
+    parts, lses, out, sinks, runs, tasks, v_scale, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     # A row that is split begins at the end of a run.
-    after = tl.load(runs + tl.program_id(0) + 1)
-    if after > tl.load(runs + tl.program_id(0)):
-        task = tasks + (after - 1) * 8
-        part, first = tl.load(task + 3), tl.load(task + 4)
-        count, num_parts = tl.load(task + 5), tl.load(task + 7)
-        if num_parts > 1:
-            for query in range(count):
-                _merge_one(
-                    first + query, part + query, count, num_parts, parts, lses, out, sinks, v_scale,
-                    BLOCK, WIDTH, C,
-                )  # fmt: skip
+    before, after = tl.load(runs + tl.program_id(0)), tl.load(runs + tl.program_id(0) + 1)
+    task = tasks + tl.maximum(after - 1, 0) * 8
+    part, first = tl.load(task + 3), tl.load(task + 4)
+    count, num_parts = tl.load(task + 5), tl.load(task + 7)
+    if OVERLAPS:
+        gdc_wait()
+    if (after > before) & (num_parts > 1):
+        for query in range(count):
+            _merge_one(
+                first + query, part + query, count, num_parts, parts, lses, out, sinks, v_scale, BLOCK, WIDTH,
+                C,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[])
@@ -328,11 +337,13 @@ def _constants(
         kind = torch.float32
     k_first, k_rest = _pieces(k_dim // step, bool(fp8))
     v_first, v_rest = _pieces(v_dim // step, bool(fp8))
+    if is_latent and fp8 and k_first <= 64:  # what is behind the value is computed, and not stored
+        v_first = v_rest = k_first
     constants = Constants(
         0, 0, kv_heads, group, k_dim // step, k_first, k_rest, v_dim // step, v_first, v_rest,
         (k_dim if is_latent else v_dim) // step, page, fp8,
         # A value in pieces that are not those of its key is read apart.
-        is_latent and not fp8 and v_first == k_first and not v_rest and v_dim == v_first,
+        is_latent and v_first == k_first and (v_rest == k_rest if fp8 else v_dim == v_first),
         kind == torch.float16 and q_dtype == torch.bfloat16, has_window, sinks is not None, has_softcap,
         spells, is_interpreted, (str(q_dtype), str(dtype), str(sinks)), *strides,
     )  # fmt: skip
@@ -346,6 +357,12 @@ def _is_interpreted(device: torch.device) -> bool:
 def _token_stride(tensor: torch.Tensor) -> int:
     """Return the stride of tokens; for one token, whose stride means nothing, that of a contiguous tensor."""
     return tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1] * tensor.shape[2]
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one that it waits for has ended (from Hopper on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _known(call: Arguments) -> tuple[Constants, Any]:
@@ -390,12 +407,18 @@ def _scales(call: Arguments) -> tuple[float, float, int, float]:
 
 
 @functools.cache
-def _launcher(kernel: Any, num_warps: int, num_stages: int) -> Launch:
-    return Launch(kernel, num_warps=num_warps, num_stages=num_stages)
+def _launcher(kernel: Any, num_warps: int, num_stages: int, overlaps: bool) -> Launch:
+    options = {"launch_pdl": True} if overlaps else {}
+    return Launch(kernel, num_warps=num_warps, num_stages=num_stages, **options)
 
 
 def _run(
-    kernel: Any, tiling: Tiling, grid: tuple[int, int, int], args: tuple[Any, ...], *constants: Any
+    kernel: Any,
+    tiling: Tiling,
+    grid: tuple[int, int, int],
+    args: tuple[Any, ...],
+    *constants: Any,
+    overlaps: bool = False,
 ) -> None:
     """Launch a kernel without looking its variant up again, unless a tensor is not aligned.
 
@@ -403,7 +426,7 @@ def _run(
     """
     aligned = all(arg.data_ptr() % 16 == 0 for arg in args if isinstance(arg, torch.Tensor))
     if aligned:
-        _launcher(kernel, tiling.num_warps, tiling.num_stages)(grid, *args, constants=constants)
+        _launcher(kernel, tiling.num_warps, tiling.num_stages, overlaps)(grid, *args, constants=constants)
     else:
         options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
         kernel[grid](*args, *constants, **options)
@@ -416,36 +439,44 @@ def _bytes(C: Constants, dtype: torch.dtype) -> int:
     )
 
 
-def _decode_tiling(C: Constants, dtype: torch.dtype) -> Tiling:
+def _decode_tiling(C: Constants, dtype: torch.dtype, kind: Any) -> Tiling:
     """Tiles of 8 KiB of keys, of which four programs of two warps fit a multiprocessor."""
-    rows = min(64, max(16, triton.next_power_of_2(C.group)))
+    rows = min(_most_rows(C, kind), max(16, triton.next_power_of_2(C.group)))
     size = _bytes(C, dtype)
     if rows > 16:
         return Tiling(rows, 64 if size <= 256 else 32 if size <= 512 else 16, 8 if size > 512 else 4, 3)
-    return Tiling(rows, min(128, max(16, 8192 // triton.next_power_of_2(size))), 2, 5)
+    if size > 512:
+        return Tiling(rows, 16, 4, 3)
+    return Tiling(rows, min(128, 8192 // triton.next_power_of_2(size)), 2, 5)
 
 
 def _extend_tiling(C: Constants, dtype: torch.dtype, kind: Any) -> Tiling:
-    """Large tiles; small ones in float32, whose products are single instructions (a minute's compilation)."""
+    """Large tiles; small ones in float32, of which every product is an instruction: else it compiles for a
+    minute."""
     size = _bytes(C, dtype)
-    if kind == tl.float32 and size <= 512:
-        return Tiling(32, 32, 4, 3)
-    if size <= 256:
+    if size <= 256 and kind != tl.float32:
         return Tiling(128, 64, 4, 4)
-    return Tiling(64, 32 if size <= 512 else 16, 4 if size <= 512 else 8, 3)
+    rows = min(32 if kind == tl.float32 else 64, _most_rows(C, kind))
+    return Tiling(rows, 32 if size <= 512 else 16, 4 if size <= 512 else 8, 3)
+
+
+def _most_rows(C: Constants, kind: Any) -> int:
+    """Return for how many pairs (query, head) shared memory has room: at most 64."""
+    size = (C.k_first + C.k_rest) * int(kind.primitive_bitwidth) // 8
+    return min(64, int(1 << (81920 // size).bit_length() - 1))
 
 
 def decode(call: Arguments, parts: Parts | None, max_queries: int) -> None:
     """Compute the rows of the work list, which have at most `max_queries` queries, and zero the padding."""
     C, kind = _known(call)
-    tiling = _decode_tiling(C, call.keys.dtype)
+    tiling = _decode_tiling(C, call.keys.dtype, kind)
     C = replace(C, rows=tiling.rows, keys=tiling.keys)
-    grid = (C.kv_heads, triton.cdiv(max_queries * C.group, C.rows), call.runs.shape[0] - 1)
+    grid = (C.kv_heads, call.runs.shape[0] - 1, triton.cdiv(max_queries * C.group, C.rows))
     args = (
         *_tensors(call, parts, C), call.table.stride(0), call.runs, call.tasks, call.starts, call.num_rows,
         call.queries.shape[0], *_scales(call),
     )  # fmt: skip
-    _run(_decode, tiling, grid, args, kind, C)
+    _run(_decode, tiling, grid, args, parts is not None and _overlaps(call.queries.device), kind, C)
 
 
 def extend(call: Arguments, parts: Parts | None, num_rows: int, num_tokens: int, num_parts: int) -> None:
@@ -453,7 +484,8 @@ def extend(call: Arguments, parts: Parts | None, num_rows: int, num_tokens: int,
     C, kind = _known(call)
     tiling = _extend_tiling(C, call.keys.dtype, kind)
     C = replace(C, rows=tiling.rows, keys=tiling.keys)
-    grid = (C.kv_heads * (num_tokens * C.group // C.rows + num_rows), num_parts, 1)
+    target = call.runs.shape[0] - 1
+    grid = (C.kv_heads * num_extend_programs(num_rows, num_tokens, num_parts, C.rows, C.group, target), 1, 1)
     args = (
         *_tensors(call, parts, C), call.table.stride(0), call.lengths, call.starts, call.extends, call.splits,
         *_scales(call),
@@ -467,10 +499,12 @@ def merge(call: Arguments, parts: Parts, skipped: int, has_extends: bool) -> Non
     tensors = (parts.results, parts.lses, readable(call.out, C.has_bits))
     sinks = call.lengths.view(torch.float32) if call.sinks is None else call.sinks
     heads, width = C.kv_heads * C.group, triton.next_power_of_2(call.out.shape[2])
-    tiling, at_once = Tiling(1, 1, 4, 1), min(64, 16384 // width)
+    tiling, at_once = Tiling(1, 1, 4, 1), min(64, 8192 // width)
+    overlaps = _overlaps(call.queries.device)
     _run(
         _merge_runs, tiling, (call.runs.shape[0] - 1, heads, 1),
-        (*tensors, sinks, call.runs, call.tasks, float(call.v_scale)), at_once, width, C,
+        (*tensors, sinks, call.runs, call.tasks, float(call.v_scale)), overlaps, at_once, width, C,
+        overlaps=overlaps,
     )  # fmt: skip
     if has_extends:
         _run(

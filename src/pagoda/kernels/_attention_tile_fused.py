@@ -55,7 +55,7 @@ class Constants:
     v_stride: int  # elements from one value to the next
     page: int  # tokens
     fp8: int  # mantissa bits of an fp8 pool; 0 for other pools
-    is_latent: bool  # a value is the first piece of its key
+    is_latent: bool  # a value is the first piece of its key, or in fp8 the first numbers of both pieces
     is_scaled: bool  # queries are cast to a type with a smaller range
     has_window: bool
     has_sinks: bool
@@ -263,6 +263,8 @@ def block(
         acc2 = acc2 * alpha[:, None]
     if C.is_latent:
         acc1 = tl.dot(p, k1, acc1, input_precision="ieee")
+        if C.fp8:
+            acc2 = tl.dot(p, k2, acc2, input_precision="ieee")
     else:
         v1 = _take(v, from_v, is_in, 0, C.v_dim, C.v_first, IS_MASKED)
         if C.fp8:

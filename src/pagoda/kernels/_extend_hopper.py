@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from pagoda.kernels._attention_extend import num_extend_programs
 from pagoda.kernels._gluon import LOG2E, barrier, copy
 
 __all__ = ["can_extend", "extend"]
@@ -108,6 +109,7 @@ def extend(
     sinks: torch.Tensor | None = None,  # [heads]
     splits: torch.Tensor | None = None,  # [rows, 2] int32: number of parts; first part, or −1 if there is one
     num_parts: int = 1,  # the most parts of a row
+    target: int = 0,  # programs per KV head that the parts of rows are meant for
     parts: torch.Tensor | None = None,  # [parts, heads, dim] float32
     lses: torch.Tensor | None = None,  # [parts, heads] float32, in powers of two
 ) -> None:
@@ -128,7 +130,8 @@ def extend(
         _ROWS, _KEYS, _STAGES[dim], kv_heads, group, dim, page, 32 if page >= 32 else 16,
         window > 0, sinks is not None, has_parts,
     )  # fmt: skip
-    _extend[(kv_heads * (num_tokens * group // (2 * _ROWS) + num_rows), num_parts)](
+    programs = num_extend_programs(num_rows, num_tokens, num_parts, 2 * _ROWS, group, target)
+    _extend[(kv_heads * programs,)](
         queries, keys, values, out, parts if has_parts else out, lses if has_parts else out,
         out if sinks is None else sinks, table, table.stride(0), lengths, starts, extends,
         splits if has_parts else starts, queries.stride(0), queries.stride(1), out.stride(0), out.stride(1),
@@ -309,13 +312,14 @@ def _extend(
     q_token, q_head, out_token, out_head, scale, window, C: gl.constexpr,
 ):  # fmt: skip
     # Tiles of extend row i begin at number tokens before it * group // rows + i. The last ones come first,
-    # since they read most.
+    # since they read most, and all tiles with their first part before those with their second.
     ROWS: gl.constexpr = C.rows * 2
-    head, nth = gl.program_id(0) % C.kv_heads, gl.program_id(1)
-    number = gl.num_programs(0) // C.kv_heads - 1 - gl.program_id(0) // C.kv_heads
+    head, program = gl.program_id(0) % C.kv_heads, gl.program_id(0) // C.kv_heads
     num_rows, num_tokens = gl.load(extends), gl.load(extends + 1)
-    if number >= num_tokens * C.group // ROWS + num_rows:
+    num_tiles = num_tokens * C.group // ROWS + num_rows
+    if num_tiles == 0:
         return
+    number, nth = num_tiles - 1 - program % num_tiles, program // num_tiles
     low = 0
     high = num_rows
     while low + 1 < high:

@@ -474,7 +474,8 @@ class Batch(_Rows[torch.Tensor]):
     the next `Pools.batch`.
 
     `max_queries` is the most tokens that a row computes, in this step or in later ones that replay a graph
-    captured with the batch.
+    captured with the batch. `is_exact`: neither `pad_to` nor `max_queries` was given, so that bounds hold for
+    this step alone, and attention refuses to be captured.
     """
 
     def __init__(
@@ -491,7 +492,7 @@ class Batch(_Rows[torch.Tensor]):
         is_last: Callable[[Delta], bool],
     ) -> None:
         super().__init__(buffers, buffers.tensors, padded, parts)
-        self.max_queries, self._is_exact = max_queries, is_exact
+        self.max_queries, self.is_exact = max_queries, is_exact
         self.num_rows, self.num_tokens, self.step = num_rows, num_tokens, delta.step
         self._delta, self._rank, self._is_last = delta, rank, is_last
         self._fill = buffers.num_fills
@@ -506,7 +507,7 @@ class Batch(_Rows[torch.Tensor]):
         """How many rows of each kind the batch has. If `pad_to` or `max_queries` was given, a bound that also
         holds for other batches which replay a graph captured with this one."""
         rows, tokens = self._padded
-        if not self._is_exact:
+        if not self.is_exact:
             if self.max_queries <= DECODE_QUERIES:
                 return Rows(rows, 0, 0)
             return Rows(rows, min(rows, tokens // (DECODE_QUERIES + 1)), tokens)
