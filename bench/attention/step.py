@@ -136,9 +136,8 @@ class Step:
             self.pools.apply(self.manager.plan(self.rows[cached > 0], cached[cached > 0]))
         delta = self.manager.plan(self.rows, counts)
         self.pools.apply(delta)
-        most = max(self.shape.counts)
-        pad_to = len(self.rows) if most == 1 else (len(self.rows), sum(self.shape.counts))
-        self.batch = self.pools.batch(delta, pad_to=pad_to, max_queries=most)
+        sizes = len(self.rows), sum(self.shape.counts)
+        self.batch = self.pools.batch(delta, pad_to=sizes, max_queries=max(self.shape.counts))
         ids = [self.manager.page_ids(row, group) for row in self.rows.tolist()]
         num_pages = sum(map(len, ids))
         self.neighbours = sum(int((np.diff(each) == 1).sum()) for each in ids) / num_pages

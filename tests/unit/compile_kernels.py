@@ -197,9 +197,8 @@ def attention() -> None:
     attention_fused._is_interpreted = lambda device: False
     attention_fused.is_spelled = lambda device: CAPABILITY < 89
     for name, shape in ATTENTION.items():
-        if CAPABILITY < 90 and (
-            name == "large" or name.startswith("latent in fp8")
-        ):  # minutes of compilation
+        takes_minutes = name == "large" or name.startswith("latent in fp8")
+        if CAPABILITY < 90 and takes_minutes:
             continue
         before = {each: len(variants) for each, variants in compiled.items()}
         for sizes in ((1, 1, 1, 1), (16, 64, 16, 16), (5, 33, 7, 2**31 - 1)):

@@ -498,6 +498,17 @@ def test_scratch_grows_stays_and_is_counted(monkeypatch: pytest.MonkeyPatch):
     pools.check()
 
 
+def test_a_batch_of_its_own_step_is_not_captured(monkeypatch: pytest.MonkeyPatch):
+    pools = pools_of()
+    delta = apply(pools, step_of(pools, [(300, 5)]))
+    pools.batch(delta).require_capturable()  # nothing is captured
+    monkeypatch.setattr(_batch, "is_capturing", lambda device: True)
+    with pytest.raises(CaptureError, match="make it with pad_to and max_queries"):
+        pools.batch(delta).require_capturable()
+    pools.batch(delta, pad_to=5).require_capturable()
+    pools.batch(delta, max_queries=5).require_capturable()
+
+
 @settings(max_examples=200)
 @given(
     counts=st.lists(st.integers(9, 300), min_size=1, max_size=12),

@@ -16,7 +16,7 @@ import torch
 
 from pagoda._native import DECODE_QUERIES
 from pagoda.attention._call import Call
-from pagoda.errors import ArgumentError, CaptureError
+from pagoda.errors import ArgumentError
 from pagoda.kernels import on_device, triton_module
 
 __all__ = ["attend", "can_attend"]
@@ -47,10 +47,7 @@ def attend(call: Call) -> None:
         raise ArgumentError("batch: it has no work list: give Manager and Pools the same workers, above 0")
     if not call.queries.shape[0]:
         return
-    if batch.is_exact and call.queries.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise CaptureError(
-            "batch: it fits its own step only: make it with pad_to and max_queries for a graph"
-        )
+    batch.require_capturable()
     if call.scale < 0:
         call = call._replace(queries=-call.queries, scale=-call.scale)
     fused = triton_module("_attention_fused")

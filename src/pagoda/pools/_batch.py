@@ -474,8 +474,7 @@ class Batch(_Rows[torch.Tensor]):
     the next `Pools.batch`.
 
     `max_queries` is the most tokens that a row computes, in this step or in later ones that replay a graph
-    captured with the batch. `is_exact`: neither `pad_to` nor `max_queries` was given, so that bounds hold for
-    this step alone, and attention refuses to be captured.
+    captured with the batch.
     """
 
     def __init__(
@@ -492,7 +491,7 @@ class Batch(_Rows[torch.Tensor]):
         is_last: Callable[[Delta], bool],
     ) -> None:
         super().__init__(buffers, buffers.tensors, padded, parts)
-        self.max_queries, self.is_exact = max_queries, is_exact
+        self.max_queries, self._is_exact = max_queries, is_exact
         self.num_rows, self.num_tokens, self.step = num_rows, num_tokens, delta.step
         self._delta, self._rank, self._is_last = delta, rank, is_last
         self._fill = buffers.num_fills
@@ -507,7 +506,7 @@ class Batch(_Rows[torch.Tensor]):
         """How many rows of each kind the batch has. If `pad_to` or `max_queries` was given, a bound that also
         holds for other batches which replay a graph captured with this one."""
         rows, tokens = self._padded
-        if not self.is_exact:
+        if not self._is_exact:
             if self.max_queries <= DECODE_QUERIES:
                 return Rows(rows, 0, 0)
             return Rows(rows, min(rows, tokens // (DECODE_QUERIES + 1)), tokens)
@@ -532,6 +531,14 @@ class Batch(_Rows[torch.Tensor]):
         It stays allocated with the pools, and grows only outside of captures. Errors: CaptureError.
         """
         return self._buffers.scratch(num_bytes)
+
+    def require_capturable(self) -> None:
+        """Raise a CaptureError while a graph is captured, if the batch was made without `pad_to` and
+        `max_queries`: a later step of the same size may need more than such a batch has room for."""
+        if self._is_exact and is_capturing(self.device):
+            raise CaptureError(
+                "batch: it fits its own step only: make it with pad_to and max_queries for a graph"
+            )
 
     def require_current(self) -> None:
         """Raise a StaleError if the buffers have been filled again, and so are about another step."""
